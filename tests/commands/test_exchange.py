@@ -18,6 +18,7 @@ from tinsmith.commands.exchange import _whole, import_adapter
 from tinsmith.config_values import require_empty
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
+from tinsmith.models.files import read_header
 from tinsmith.store.store import Store
 from tinsmith.training.peft_format import write_peft
 
@@ -67,6 +68,29 @@ def test_an_export_that_fails_leaves_nothing_and_can_be_repeated(
     assert tinsmith_here(*command).returncode == 0
     assert target.stat().st_mode == (tmp_path / "out").stat().st_mode
     assert "config.json" in {file.name.removeprefix("adapter_") for file in target.iterdir()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_experts_come_back_from_what_is_exported(
+    family: str,
+    family_base: Callable[[str], BaseModel],
+    family_dir: Callable[[str], Path],
+    data: Path,
+    tmp_path: Path,
+) -> None:
+    """Adapter, checkpoint and adapter again are the same, byte for byte; the merged model has all of its base."""
+    source, layout = family_dir(family), family_base(family).layout
+    write_peft(random_adapter(family_base(family), seed=3), layout, "tiny", tmp_path / "adapter")
+    base, beside = ["--base-model", f"tiny={source}"], ["--data-dir", str(data)]
+    imported = tinsmith_here("import", str(tmp_path / "adapter"), "a", *base, *beside)
+    path = imported.stdout.split()[0]
+    for target, merge in (("again", []), ("merged", ["--merge"])):
+        assert tinsmith_here("export", path, str(tmp_path / target), *merge, *beside).returncode == 0
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "adapter" / file).read_bytes()
+    before, after = (read_header(place / "model.safetensors")[1] for place in (source, tmp_path / "merged"))
+    assert after.keys() - before.keys() == {"lm_head.weight"}  # which was the embedding
+    assert {name: after[name]["shape"] for name in before} == {name: entry["shape"] for name, entry in before.items()}
 
 
 WITHOUT_TORCH = """

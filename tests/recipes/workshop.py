@@ -34,6 +34,8 @@ FAMILIES = {
     "vision": "qwen3_vl",
     "vision-renamed": "qwen2_5_vl",
     "vision-hybrid": "qwen3_5",
+    "experts": "qwen3_moe",
+    "vision-experts": "qwen3_5_moe",
 }
 """Tiny models of families, by the name under which they are served."""
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.bases import datum, load, new_ref, random_tokens, renderer
+from tests.bases import datum, load, new_ref, random_tokens, renderer, write_family
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
@@ -121,6 +122,20 @@ def test_a_damaged_optimizer_is_refused(text_base: BaseModel, tmp_path: Path, ra
         with pytest.raises(TinsmithError, match=rf"optimizer\.safetensors is damaged {reason}"):
             read_state(tmp_path / "c", text_base, optimizer=True)
         read_state(tmp_path / "c", text_base)
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_checkpoint_of_experts_is_refused_by_a_base_of_fewer(
+    family_base: Callable[[str], BaseModel], tmp_path: Path, rank: int
+) -> None:
+    base, source = family_base("qwen3_moe"), tmp_path / "base"
+    write_family("qwen3_moe", source)
+    config = AutoConfig.from_pretrained(source)
+    config.num_experts = 4
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(source)
+    write_state(trained(base, rank, steps=0).copy_state("a", optimizer=False), tmp_path / "c")
+    with pytest.raises(UserError, match=r"does not fit base model .*: modules or their sizes differ"):
+        read_state(tmp_path / "c", load(source))
 
 
 def test_full_weights_to_sample_come_in_the_precision_of_the_base(

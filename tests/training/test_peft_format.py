@@ -309,6 +309,16 @@ def test_a_base_of_other_layers_is_refused(family_base: Bases, family_dir: Dirs,
         assert not out.exists() or not any(out.iterdir())
 
 
+@pytest.mark.parametrize("write", [write_peft, write_merged])
+def test_a_base_of_fewer_experts_is_refused(write: Any, family_base: Bases, tmp_path: Path) -> None:
+    source, out = tmp_path / "base", tmp_path / "out"
+    write_published("qwen3_moe", source, moe_intermediate_size=64, num_experts=4)
+    message = "adapts layers.0.mlp.experts.gate_proj of 8 x 64 x 64, which this base model does not have"
+    with pytest.raises(UserError, match=message):
+        write(random_adapter(family_base("qwen3_moe"), rank=RANK), read_layout(str(source)), str(source), out)
+    assert not out.exists()
+
+
 PATTERNS = {"rank_pattern": {"q_proj": 4, r"layers.\d+.mlp.up_proj": 4}, "alpha_pattern": {"up_proj": 1.5}}
 
 

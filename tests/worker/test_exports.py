@@ -13,6 +13,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from safetensors.torch import load_file
 
 from tests.bases import load
 from tinsmith.config import TrainingConfig
@@ -101,3 +102,17 @@ def test_a_save_changes_nothing_that_other_threads_compute_with(
     assert changed == []
     assert ("adapter_model.safetensors" if rank else "model.safetensors") in names(tmp_path / "written")
     assert not [name for name in names(tmp_path / "written") if name.startswith(WRITING_PREFIX)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"])
+def test_untrained_full_weights_of_experts_are_written_as_the_base(
+    family: str, family_dir: Callable[[str], Path], family_base: Callable[[str], BaseModel], tmp_path: Path
+) -> None:
+    """Bit for bit, with routers, which no model trains."""
+    backend = LocalBackend(family_base(family), TrainingConfig())
+    backend.create_model("m", LoraShape(0, seed=1))
+    write_external(backend.copy_state("m", optimizer=False), backend.base.layout, tmp_path, [])
+    before, after = (load_file(place / "model.safetensors") for place in (family_dir(family), tmp_path))
+    assert before.keys() == after.keys()
+    assert any(name.endswith(".mlp.gate.weight") for name in before)
+    assert all(torch.equal(own, after[name]) for name, own in before.items())

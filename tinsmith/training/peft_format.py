@@ -125,7 +125,7 @@ def _require_places(adapter: Adapter, base: Layout) -> None:
     for name, (a, b) in adapter.masters.items():
         target = base.targets.get(name)
         if target is None or (a.shape, b.shape) != target.shapes(adapter.shape.rank):
-            sizes = " x ".join(map(str, (*b.shape[:-1], *a.shape[:-2], a.shape[-1])))
+            sizes = " x ".join(map(str, (*a.shape[:-2], *b.shape[:-1], a.shape[-1])))
             raise UserError(
                 f"the checkpoint adapts {name} of {sizes}, which this base model does not have; "
                 "use the one of its training"
