@@ -49,10 +49,8 @@ CASES = {
     "many targets": ("text", "many", (4,)),
     "recomputed": ("text", "text", (4,)),
     "recomputed hybrid": ("hybrid", "text", (4,)),
-    "experts": ("experts", "text", (4, 8)),
-    "experts images": ("experts", "images", (8,)),
+    "experts": ("experts", "images", (4, 8)),
     "full experts": ("experts", "text", (0,)),
-    "recomputed experts": ("experts", "text", (4,)),
     "hybrid experts": ("hybrid experts", "text", (4,)),
 }
 """Base, what is trained on, and the LoRA ranks of the models that train at the same time; 0 is all parameters."""

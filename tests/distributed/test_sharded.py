@@ -359,7 +359,7 @@ TRAINED = {
         ("hybrid", "float32", True),
         ("experts", "float32", True),
         ("hybrid experts", "float32", True),
-        ("experts", "float32", False),
+        *[("experts", "float32", False)] * EVERYTHING,  # these are in test_replicas.py
         ("image", "float32", False),
         *[("text", "float32", False)] * EVERYTHING,  # replicas of a text model are in test_all_reduce.py
     ],

@@ -15,7 +15,7 @@ from tinsmith.models.layout import read_layout
 from tinsmith.models.lora import adapter_of, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
-FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5"]
+FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe"]
 SHAPES = [
     LoraShape(4, 0),
     LoraShape(1, 0, train_unembed=False),
@@ -36,8 +36,22 @@ def test_a_configuration_alone_tells_what_an_adapter_covers(
         adapter = new_adapter(shape, layout, torch.device("cpu"), torch.float32)
         assert list(adapter.masters) == list(layout.covered(shape))
         assert adapter.parameter_count == layout.lora_parameters(shape)
-        for name in adapter.masters.keys() - {"lm_head"}:
+        experts = {name for name, target in layout.targets.items() if target.experts}
+        assert {int(name.split(".")[1]) for name in experts} == set(layout.experts)
+        for name in adapter.masters.keys() - {"lm_head"} - experts:
             assert name in base.language_model.get_submodule(layout.targets[name].module).projection.targets
+
+
+def test_routers_stay_as_they_are_and_a_token_counts_its_own_experts_alone(
+    family_base: Callable[[str], BaseModel],
+) -> None:
+    """Training of all weights takes all but routers; a token is multiplied with 2 of 8 experts."""
+    base = family_base("qwen3_5_moe")
+    everything = {name for name, _ in base.language_model.named_parameters()}
+    gates = {f"layers.{index}.mlp.{gate}.weight" for index in range(4) for gate in ("gate", "shared_expert_gate")}
+    assert everything - base.full_targets(LoraShape(0, 0)).keys() == gates
+    attention, experts, head = 3 * 64 * 128, 2 * 3 * 64 * 64, 2048 * 64
+    assert family_base("qwen3_moe").layout.active_weights == 2 * (attention + experts) + head
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -62,7 +76,7 @@ def test_a_target_is_found_in_the_rows_of_its_projection(
             target = base.layout.targets[name]
             assert torch.equal(joined[start:end], weights[target.module][slice(*(target.rows or (None, None)))])
             seen.append(name)
-    assert sorted(seen) == sorted(base.layout.targets)
+    assert sorted(seen) == sorted(name for name, target in base.layout.targets.items() if not target.experts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

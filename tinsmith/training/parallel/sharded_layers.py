@@ -1,7 +1,8 @@
 """A decoder with sharded layers (`--shard weights`): workers keep slices, and gather a layer when it is computed.
 
 What is sharded is the weights of all layers: of a base model, which LoRA leaves as they are, or of a model with weights
-of its own (`sharded_weights.py`). Embedding, LM head, last norm, vision tower and adapters are whole on each worker.
+of its own (`sharded_weights.py`). Embedding, LM head, last norm, vision tower and adapters are whole on each worker,
+as are routers of experts, which nobody trains.
 
 The tensors of a layer lie end to end in a row of bytes, of which worker R of N keeps the part number R. A pass needs
 the layers in an order that all workers know before it begins:
@@ -42,7 +43,7 @@ class ShardedLayers:
         """Take two `buffers` that hold any of the layers and belong to whatever is computed now."""
         self.group = group
         self.templates = templates
-        """Layers without memory, for shapes and names."""
+        """Layers for shapes and names, without memory but for routers of experts."""
         self.parts = parts
         """[bytes of the layer / workers] of each layer."""
         self.buffers = buffers
