@@ -84,17 +84,28 @@ def write_decoder(model_type: str, directory: Path, **settings: Any) -> None:
 
 def write_family(model_type: str, directory: Path) -> None:
     """A tiny random model of the family, with the tiny Qwen3 tokenizer."""
-    tiny: dict[str, TinyKind] = {"qwen3": "qwen3", "qwen3_vl": "qwen3-vl", "qwen3_5": "qwen3-5"}
+    tiny: dict[str, TinyKind] = {
+        "qwen3": "qwen3",
+        "qwen3_vl": "qwen3-vl",
+        "qwen3_5": "qwen3-5",
+        "qwen3_moe": "qwen3-moe",
+        "qwen3_vl_moe": "qwen3-vl-moe",
+        "qwen3_5_moe": "qwen3-5-moe",
+    }
     if model_type in tiny:
         write_tiny_model(tiny[model_type], directory)
         return
     if model_type in OTHER_DECODERS:
         write_decoder(model_type, directory, **OTHER_DECODERS[model_type])
         return
-    borrowed: dict[str, TinyKind] = {"qwen2_5_vl": "qwen3-vl", "qwen3_5_text": "qwen3-5"}
+    borrowed: dict[str, TinyKind] = {
+        "qwen2_5_vl": "qwen3-vl",
+        "qwen3_5_text": "qwen3-5",
+        "qwen3_5_moe_text": "qwen3-5-moe",
+    }
     write_tiny_model(borrowed.get(model_type, "qwen3"), directory)
     torch.manual_seed(0)
-    if model_type == "qwen3_5_text":
+    if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         text_config = AutoConfig.from_pretrained(directory).text_config
         text_config.tie_word_embeddings = False
         network: Any = AutoModelForCausalLM.from_config(text_config, dtype=torch.float32)
@@ -115,7 +126,7 @@ def write_family(model_type: str, directory: Path) -> None:
     else:
         network = Qwen2_5_VLForConditionalGeneration(_qwen2_5_vl_config(directory))
     # Qwen3.5's norms add one to their weight.
-    network.get_decoder().norm.weight.data.fill_(4.0 if model_type == "qwen3_5_text" else 5.0)
+    network.get_decoder().norm.weight.data.fill_(4.0 if model_type.startswith("qwen3_5") else 5.0)
     network.save_pretrained(directory)
 
 
