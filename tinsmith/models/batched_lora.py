@@ -230,9 +230,9 @@ class RowAdapters(Adapters):
         of_pairs = reduced.index_select(0, pairs.tokens)
         for part, b, u in zip(gate_up.chunk(2, 1), matrices.b.chunk(2, 1), of_pairs.unbind(1), strict=True):
             part += grouped_product(u, b, pairs.ends)
-        activated = swiglu(gate_up) * pairs.weights
-        out = pairs.summed(grouped_product(activated, stack.down, pairs.ends))
-        inside = pairs.summed(grouped_product(activated, matrices.inner, pairs.ends))
+        activated = swiglu(gate_up)
+        out = pairs.summed(grouped_product(activated, stack.down, pairs.ends) * pairs.weights)
+        inside = pairs.summed(grouped_product(activated, matrices.inner, pairs.ends) * pairs.weights)
         return out.addmm_(self._own_of(inside), matrices.outer.t())
 
     def _reduced(self, x: Tensor, a: Tensor) -> Tensor:

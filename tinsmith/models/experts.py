@@ -2,10 +2,10 @@
 
 A router sends each token to a few experts. A token and one of its experts are a *pair*. Pairs lie in the order of their
 experts, and of their adapters within an expert: so the base's products are one grouped product, and those of all
-adapters another (`grouped_product.py`). The outputs of a token's pairs are added up.
+adapters another (`grouped_product.py`). The weighted outputs of a token's pairs are added up.
 
     gate = W_gate[e] h + scale · B_gate[e] (A_gate h)                         and up likewise
-    out  = Σ_e W_down[e] a[e]  +  scale · B_down Σ_e A_down[e] a[e],          a[e] = w[e] · silu(gate) · up
+    out  = Σ_e w[e] · W_down[e] a[e]  +  scale · B_down Σ_e w[e] · A_down[e] a[e],      a[e] = silu(gate) · up
 
 The shared matrices A_gate, A_up and B_down are multiplied once a token, before it is copied to its experts and after
 their sum.
@@ -116,23 +116,20 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(pairs: Pairs, of_pairs: Tensor) -> Tensor:
-    return of_pairs.index_select(0, pairs.places).view(-1, pairs.per_token, of_pairs.shape[1]).sum(1)
+    return of_pairs.index_select(0, pairs.places).unflatten(0, (-1, pairs.per_token)).sum(1)
 
 
-class _Weighted(torch.autograd.Function):
-    """Keeps its inputs alone for the backward."""
+class _SwiGLU(torch.autograd.Function):
+    """Keeps its input alone for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up, weights)
-        return swiglu(gate_up) * weights
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, weights = ctx.saved_tensors
-        (d,) = grads
-        d_gate_up, activated = swiglu_backward(gate_up, d * weights)
-        return d_gate_up, (d * activated).sum(1, keepdim=True) if ctx.needs_input_grad[1] else None
+        return (swiglu_backward(ctx.saved_tensors[0], grads[0])[0],)
 
 
 def pairs_of(kind: Experts, weights: Tensor, chosen: Tensor, owner: Tensor | None, owners: int) -> Pairs:
@@ -173,14 +170,20 @@ def mix(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor, owners: 
     `weights` and `chosen` are those of `ExpertStack.route`.
     """
     pairs = pairs_of(stack.kind, weights, chosen, owners.of_tokens, len(owners.factors))
-    ranks = [own[0].rank for own in owners.factors if own is not None]
-    rank = -(-max(ranks, default=0) // RANKS) * RANKS
-    activated = _weighted(_gate_up(stack, h, pairs, owners, rank), pairs.weights)  # [pairs, width]
-    out = pairs.summed(grouped_product(activated, stack.down, pairs.expert_ends))
-    if not rank:
-        return out
+    gate_up = grouped_product(pairs.copied(h), stack.gate_up, pairs.expert_ends)  # [pairs, 2 · width]
+    found = [own for own in owners.factors if own is not None]
+    if not found:
+        activated = _activated(gate_up)
+        return pairs.summed(grouped_product(activated, stack.down, pairs.expert_ends) * pairs.weights)
+    rank = -(-max(factors.rank for factors, _ in found) // RANKS) * RANKS
+    reduced = pairs.copied(_reduced(h, owners, rank)).unflatten(1, (2, rank))  # [pairs, 2, rank]
+    of_each = [
+        grouped_product(reduced[:, number], _stacked(owners, number, rank), pairs.ends) for number in (0, 1)
+    ]  # gate, up
+    activated = _activated(gate_up + torch.cat(of_each, 1))  # [pairs, width]
+    out = pairs.summed(grouped_product(activated, stack.down, pairs.expert_ends) * pairs.weights)
     inside = grouped_product(activated, _stacked(owners, 2, rank), pairs.ends)  # [pairs, rank]
-    return _added(out, pairs.summed(inside), owners)
+    return _added(out, pairs.summed(inside * pairs.weights), owners)
 
 
 def mix_bare(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -188,26 +191,9 @@ def mix_bare(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> 
     return mix(stack, h, weights, chosen, Owners((None,), ((0, len(h), 0),), None))
 
 
-def _gate_up(stack: ExpertStack, h: Tensor, pairs: Pairs, owners: Owners, rank: int) -> Tensor:
-    """Compute gate and up of the pairs of tokens h [tokens, hidden], with adapters: [pairs, 2 · width].
-
-    `rank` is the padded rank of all adapters, 0 without any.
-    """
-    gate_up = grouped_product(pairs.copied(h), stack.gate_up, pairs.expert_ends)
-    if not rank:
-        return gate_up
-    reduced = pairs.copied(_reduced(h, owners, rank)).unflatten(1, (2, rank))  # [pairs, 2, rank]
-    of_each = [grouped_product(reduced[:, number], _stacked(owners, number, rank), pairs.ends) for number in (0, 1)]
-    return gate_up.add_(torch.cat(of_each, 1))
-
-
-def _weighted(gate_up: Tensor, weights: Tensor) -> Tensor:
-    """Compute silu(gate) · up [pairs, width] times what the router gave the pairs, weights [pairs, 1].
-
-    Before `down` a weight multiplies fewer numbers than behind it, and what comes out there need not be kept.
-    """
-    compute: Any = _Weighted.apply
-    result: Tensor = compute(gate_up, weights)
+def _activated(gate_up: Tensor) -> Tensor:
+    compute: Any = _SwiGLU.apply
+    result: Tensor = compute(gate_up)
     return result
 
 

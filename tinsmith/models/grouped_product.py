@@ -24,7 +24,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        # Tokens that are copied to their experts would be most of what a layer keeps; only trained weights need them.
+        # Rows that lie copied to their experts are the largest of what a layer could keep: only trained weights need them
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
         return _times(x, weight, ends)
 
