@@ -31,7 +31,7 @@ from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.models.families import IMAGE_FAMILIES
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.network import follow_plans
-from tinsmith.models.tiny import TinyKind, write_tiny_model
+from tinsmith.models.tiny import DEFAULT_LAYERS, TinyKind, write_tiny_model
 from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
@@ -84,14 +84,7 @@ def write_decoder(model_type: str, directory: Path, **settings: Any) -> None:
 
 def write_family(model_type: str, directory: Path) -> None:
     """A tiny random model of the family, with the tiny Qwen3 tokenizer."""
-    tiny: dict[str, TinyKind] = {
-        "qwen3": "qwen3",
-        "qwen3_vl": "qwen3-vl",
-        "qwen3_5": "qwen3-5",
-        "qwen3_moe": "qwen3-moe",
-        "qwen3_vl_moe": "qwen3-vl-moe",
-        "qwen3_5_moe": "qwen3-5-moe",
-    }
+    tiny: dict[str, TinyKind] = {kind.replace("-", "_"): kind for kind in DEFAULT_LAYERS}
     if model_type in tiny:
         write_tiny_model(tiny[model_type], directory)
         return

@@ -74,25 +74,6 @@ def test_adapters_have_as_many_parameters_as_tinker_publishes(name: str, tmp_pat
     assert planned(str(directory), "--rank", "1", "--memory-gib", "1000")["lora_parameters"] == SERVED[name].counts
 
 
-def test_they_follow_from_the_layers_of_the_model(model: str) -> None:
-    """Of Qwen3.5-4B: 24 gated delta nets with 16 heads of queries and keys and 32 of values, 8 layers of attention with
-    a gate.
-
-    Only layers that attend keep keys and values; the others a state of fixed size.
-    """
-    delta_net = 3 * (2560 + 4096) + 2 * (2560 + 2048)  # v, z and out; q and k
-    attention = (2560 + 8192) + 2 * (2560 + 1024) + (4096 + 2560)
-    assert SERVED["Qwen/Qwen3.5-4B"].attn == 24 * delta_net + 8 * attention
-    tree = planned(model, "--rank", "32", "--memory-gib", "80", "--kv-cache-gib", "8")
-    assert tree["lora_parameters"]["attn"] == 32 * (24 * delta_net + 8 * attention)
-    # Last inputs in bfloat16, the recurrent state in float32
-    cache, state = tree["cache"], 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
-    assert cache["state_bytes"] == state
-    of_tokens = cache["tokens"] * 8 * 2 * 4 * 256 * 2  # 8 layers, keys and values, 4 heads of 256 in bfloat16
-    assert 0.99 * 8 * GIB < of_tokens + cache["state_slots"] * state <= 8 * GIB
-    assert cache["tokens"] % cache["blocks"] == 0
-
-
 @pytest.mark.parametrize(
     ("name", "experts", "shared"),
     [
@@ -113,6 +94,25 @@ def test_of_experts_one_factor_is_shared_and_the_other_is_each_experts_own(
     assert large["adapters"]["snapshot_bytes"] == (4 + 2) * numbers
     assert large["adapters"]["bytes_each"] == (4 + 2 + 3 * 4) * numbers + 2 * 32 * experts
     assert (large["fits"], small["fits"]) == (True, False)
+
+
+def test_they_follow_from_the_layers_of_the_model(model: str) -> None:
+    """Of Qwen3.5-4B: 24 gated delta nets with 16 heads of queries and keys and 32 of values, 8 layers of attention with
+    a gate.
+
+    Only layers that attend keep keys and values; the others a state of fixed size.
+    """
+    delta_net = 3 * (2560 + 4096) + 2 * (2560 + 2048)  # v, z and out; q and k
+    attention = (2560 + 8192) + 2 * (2560 + 1024) + (4096 + 2560)
+    assert SERVED["Qwen/Qwen3.5-4B"].attn == 24 * delta_net + 8 * attention
+    tree = planned(model, "--rank", "32", "--memory-gib", "80", "--kv-cache-gib", "8")
+    assert tree["lora_parameters"]["attn"] == 32 * (24 * delta_net + 8 * attention)
+    # Last inputs in bfloat16, the recurrent state in float32
+    cache, state = tree["cache"], 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+    assert cache["state_bytes"] == state
+    of_tokens = cache["tokens"] * 8 * 2 * 4 * 256 * 2  # 8 layers, keys and values, 4 heads of 256 in bfloat16
+    assert 0.99 * 8 * GIB < of_tokens + cache["state_slots"] * state <= 8 * GIB
+    assert cache["tokens"] % cache["blocks"] == 0
 
 
 @pytest.mark.parametrize("model_type", sorted(set(REFUSED.values())))

@@ -203,10 +203,10 @@ def _attention(kind: Attention, text_config: Any, projected: int) -> int:
 def _experts(kind: Experts, hidden: int, dtype: torch.dtype) -> int:
     """Bytes that a mixture of experts keeps of a token.
 
-    What lies behind its norm; of each expert of the token what goes into the activation, and what comes out; of a
-    shared expert what goes into the activation, and its output. The few columns of LoRA's ranks are left out.
+    What lies behind its norm; of each expert of the token what goes into the activation; of a shared expert that, and
+    its output. The few columns of LoRA's ranks are left out.
     """
-    numbers = hidden + 3 * kind.per_token * kind.width
+    numbers = hidden + 2 * kind.per_token * kind.width
     if kind.shared_width:
         numbers += 2 * kind.shared_width + hidden
     return numbers * dtype.itemsize + kind.count * FLOAT + kind.per_token * EACH_PAIR
