@@ -57,7 +57,14 @@ def planned(*arguments: str, code: int = 0) -> Any:
     return json.loads(plan(*arguments, "--json", code=code))
 
 
-NAMES = ["meta-llama/Llama-3.2-1B", "Qwen/Qwen3-8B", "Qwen/Qwen3.5-27B"]
+NAMES = [
+    "meta-llama/Llama-3.2-1B",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3.5-27B",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct",
+    "Qwen/Qwen3.6-35B-A3B",
+]
 """Of each family one; the others have the same layers in other sizes."""
 
 
@@ -66,6 +73,28 @@ def test_adapters_have_as_many_parameters_as_tinker_publishes(name: str, tmp_pat
     directory = SERVED[name].write(tmp_path)
     assert [file.name for file in directory.iterdir()] == ["config.json"]
     assert planned(str(directory), "--rank", "1", "--memory-gib", "1000")["lora_parameters"] == SERVED[name].counts
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "shared"),
+    [
+        ("Qwen/Qwen3-30B-A3B", 48 * 3 * (2048 + 128 * 768), 0),
+        ("Qwen/Qwen3.6-35B-A3B", 40 * 3 * (2048 + 256 * 512), 40 * 3 * (2048 + 512)),
+    ],
+)
+def test_of_experts_one_factor_is_shared_and_the_other_is_each_experts_own(
+    name: str, experts: int, shared: int, tmp_path: Path
+) -> None:
+    """And what that takes of a GPU beside weights of 16 bits."""
+    directory = str(SERVED[name].write(tmp_path))
+    large, small = (planned(directory, "--memory-gib", gib, code=code) for gib, code in (("139", 0), ("56", 1)))
+    assert (large["rank"], large["lora_parameters"]["mlp"]) == (32, 32 * (experts + shared))
+    assert large["weight_bytes"] == 2 * large["parameters"]
+    # Masters and copies, sums of gradients and two moments; and of experts the gradients of a pass
+    numbers = sum(large["lora_parameters"].values())
+    assert large["adapters"]["snapshot_bytes"] == (4 + 2) * numbers
+    assert large["adapters"]["bytes_each"] == (4 + 2 + 3 * 4) * numbers + 2 * 32 * experts
+    assert (large["fits"], small["fits"]) == (True, False)
 
 
 def test_they_follow_from_the_layers_of_the_model(model: str) -> None:

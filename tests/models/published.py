@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, LlamaConfig, Qwen3_5Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3VLMoeConfig,
+)
 
 _LLAMA: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
 _QWEN3: dict[str, Any] = {
@@ -50,6 +58,32 @@ def _qwen3_5(*sizes: int, value_heads: int, tied: bool) -> Qwen3_5Config:
     return Qwen3_5Config(text_config=text, vision_config={"out_hidden_size": sizes[0]}, tie_word_embeddings=tied)
 
 
+def _experts(count: int, per_token: int, width: int) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": per_token, "moe_intermediate_size": width}
+
+
+def _qwen3_moe(hidden: int, layers: int, heads: int, width: int) -> dict[str, Any]:
+    return (
+        _QWEN3
+        | _sizes(hidden, 3 * hidden, layers, heads)
+        | _experts(128, 8, width)
+        | {"num_key_value_heads": 4, "tie_word_embeddings": False}
+    )
+
+
+def _qwen3_5_moe(hidden: int, layers: int, heads: int, value_heads: int, experts: dict[str, Any]) -> Qwen3_5MoeConfig:
+    types = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)]
+    text = _QWEN3_5 | _sizes(hidden, hidden, layers, heads) | experts
+    text |= {
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": value_heads,
+        "layer_types": types,
+        "shared_expert_intermediate_size": experts["moe_intermediate_size"],
+        "tie_word_embeddings": False,
+    }
+    return Qwen3_5MoeConfig(text_config=text, vision_config={"out_hidden_size": hidden}, tie_word_embeddings=False)
+
+
 @dataclass(frozen=True)
 class Published:
     """A model that is served here."""
@@ -77,6 +111,19 @@ _LLAMA_70B = Published(_llama(8192, 28_672, 80, 64, tied=False), 4_096_000, 8_84
 _QWEN3_8B = Published(_qwen3(4096, 12_288, 36, 32, tied=False), 958_464, 1_769_472, 156_032)
 _QWEN3_5_9B = Published(_qwen3_5(4096, 12_288, 32, 16, value_heads=32, tied=False), 1_130_496, 1_572_864, 252_416)
 _QWEN3_5_27B = Published(_qwen3_5(5120, 17_408, 64, 24, value_heads=48, tied=False), 2_965_504, 4_325_376, 253_440)
+_QWEN3_30B = _qwen3_moe(2048, 48, 32, 768)
+_QWEN3_235B = _qwen3_moe(4096, 94, 64, 1536)
+_QWEN3_30B_A3B = Published(Qwen3MoeConfig(**_QWEN3_30B), 835_584, 14_450_688, 153_984)
+_QWEN3_235B_A22B = Published(Qwen3MoeConfig(**_QWEN3_235B), 3_176_448, 56_598_528, 156_032)
+_QWEN3_5_35B_A3B = Published(_qwen3_5_moe(2048, 40, 16, 32, _experts(256, 8, 512)), 1_013_760, 16_281_600, 250_368)
+_QWEN3_5_397B_A17B = Published(_qwen3_5_moe(4096, 60, 32, 64, _experts(512, 10, 1024)), 2_841_600, 96_030_720, 252_416)
+
+
+def _with_images(text: dict[str, Any], of: Published) -> Published:
+    vision = {"out_hidden_size": text["hidden_size"]}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    return Published(config, of.attn, of.mlp, of.unembed)
+
 
 SERVED = {
     "meta-llama/Llama-3.2-1B": Published(_llama(2048, 8192, 16, 32, tied=True), 212_992, 491_520, 130_304),
@@ -95,6 +142,16 @@ SERVED = {
     "Qwen/Qwen3.5-27B": _QWEN3_5_27B,
     "Qwen/Qwen3.6-27B": _QWEN3_5_27B,
     "Qwen/Qwen3.8-27B": _QWEN3_5_27B,
+    "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "Qwen/Qwen3-30B-A3B-Base": _QWEN3_30B_A3B,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": _QWEN3_30B_A3B,
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": _QWEN3_235B_A22B,
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": _with_images(_QWEN3_30B, _QWEN3_30B_A3B),
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": _with_images(_QWEN3_235B, _QWEN3_235B_A22B),
+    "Qwen/Qwen3.5-35B-A3B": _QWEN3_5_35B_A3B,
+    "Qwen/Qwen3.5-35B-A3B-Base": _QWEN3_5_35B_A3B,
+    "Qwen/Qwen3.6-35B-A3B": _QWEN3_5_35B_A3B,
+    "Qwen/Qwen3.5-397B-A17B": _QWEN3_5_397B_A17B,
 }
 
 REFUSED = {
@@ -102,16 +159,6 @@ REFUSED = {
     "deepseek-ai/DeepSeek-V3.1-Base": "deepseek_v3",
     "openai/gpt-oss-120b": "gpt_oss",
     "openai/gpt-oss-20b": "gpt_oss",
-    "Qwen/Qwen3-235B-A22B-Instruct-2507": "qwen3_moe",
-    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
-    "Qwen/Qwen3-30B-A3B-Base": "qwen3_moe",
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3_moe",
-    "Qwen/Qwen3-VL-235B-A22B-Instruct": "qwen3_vl_moe",
-    "Qwen/Qwen3-VL-30B-A3B-Instruct": "qwen3_vl_moe",
-    "Qwen/Qwen3.5-35B-A3B": "qwen3_5_moe",
-    "Qwen/Qwen3.5-35B-A3B-Base": "qwen3_5_moe",
-    "Qwen/Qwen3.5-397B-A17B": "qwen3_5_moe",
-    "Qwen/Qwen3.6-35B-A3B": "qwen3_5_moe",
 }
 """Mixtures of experts that transformers knows, by architecture."""
 

@@ -89,10 +89,14 @@ def test_passes_without_gradients_and_passes_that_fail_leave_nothing_switched_on
 TOKENS, CHUNK = 512, 64
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 1024}
 """Sizes of which a row is most of a pass, as it is of real models."""
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 160}
+"""Sizes that mixtures of experts read beside them."""
 
 
 # qwen3 has all that llama has
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_text", "ernie4_5", *slow("llama")])
+@pytest.fixture(
+    scope="module", params=["qwen3", "qwen3_5_text", "ernie4_5", "qwen3_moe", "qwen3_5_moe_text", *slow("llama")]
+)
 def wide_base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     """A tiny model of four layers whose row is wide."""
     directory: Path = tmp_path_factory.mktemp("wide")
@@ -100,10 +104,10 @@ def wide_base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     config = AutoConfig.from_pretrained(directory)
     kinds = (
         ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-        if request.param == "qwen3_5_text"
+        if request.param.startswith("qwen3_5")
         else None
     )
-    for name, value in (WIDE | {"layer_types": kinds or ["full_attention"] * 4}).items():
+    for name, value in (WIDE | EXPERTS | {"layer_types": kinds or ["full_attention"] * 4}).items():
         setattr(config, name, value)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return load(directory, device="cpu")

@@ -16,7 +16,7 @@ from tests.models.published import SERVED
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.memory.budget import BLOCK, CPU_CACHE, ModelBytes, divide_memory
 from tinsmith.memory.plan import BasePlan, DevicePlace, make_plan, plan_modes
-from tinsmith.memory.sizing import beside_weights, size_of
+from tinsmith.memory.sizing import beside_weights, loaded_sizes, size_of
 from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import Machine
 from tinsmith.protocol.facts import advertised_context
@@ -26,12 +26,13 @@ from tinsmith.worker.device_memory import DeviceMemory
 MIB = 2**20
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-@pytest.mark.parametrize("mib", [15, 4000])
+@pytest.mark.parametrize(("family", "little"), [("qwen3", 15), ("qwen3_5", 15), ("qwen3_moe", 15), ("qwen3_5_moe", 25)])
+@pytest.mark.parametrize("plenty", [False, True])
 def test_plan_and_server_agree(
-    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, mib: int
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, little: int, plenty: bool
 ) -> None:
-    """On a machine with so much free memory beside the weights."""
+    """On a machine with `little` MiB of free memory beside the weights, and on one with plenty."""
+    mib = 4000 if plenty else little
     directory = str(family_dir(family))
     models = ModelsConfig(device="cpu", dtype="float32", max_context=1024)
     sampling, training = SamplingConfig(kv_cache_gib=8 / 1024), TrainingConfig(logits_chunk=64)
@@ -46,13 +47,16 @@ def test_plan_and_server_agree(
     memory = DeviceMemory({"tiny": base}, config)
     longest = memory.longest_trained("tiny")
     assert planned.longest_sequence.tokens == longest
-    assert (longest == 1024) == (mib == 4000)
+    assert (longest == 1024) == plenty
     assert longest > 0
     assert planned.cache is not None
     sampler = LocalSampler(base, sampling, 64, memory.cache_sizes("tiny"))
     assert planned.cache.tokens == sampler.cache.total * BLOCK
     assert sampler.longest == min(1024, planned.cache.tokens)
     assert planned.advertised_context == advertised_context(longest, sampler.longest)
+    loaded, read = loaded_sizes(base, 1), size_of(directory, models)
+    assert loaded.parameters == read.parameters
+    assert (loaded.language_parameters, loaded.layer_parameters) == (read.language_parameters, read.layer_parameters)
 
 
 def test_plan_and_server_agree_on_what_two_base_models_leave_each_other(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tinsmith.kernels.delta_nets import CHUNK, STATE_BYTES
-from tinsmith.models.layers import Attention, DeltaNet
+from tinsmith.models.layers import Attention, DeltaNet, Experts
 from tinsmith.models.layout import Layout, LoraTarget
 from tinsmith.models.read_decoder import KNOWN_TYPES
 
@@ -20,6 +20,8 @@ FLOAT = 4
 """Bytes of a float32 number."""
 EACH_TOKEN = 64
 """Bytes of each token of a shared sequence on every worker: id, positions, target, loss inputs, logprob, loss."""
+EACH_PAIR = 40
+"""Bytes of each expert of a token: its number, its places in the order of experts and of tokens, and its weights."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class PassMemory:
     input: int
     """Bytes of a token in the input of a layer: all that a recomputed layer keeps."""
     transient: int
-    """Bytes of a token in the backward of a layer's MLP, beside what the layer keeps."""
+    """Bytes of a token in the backward of a layer's MLP or experts, beside what the layer keeps."""
     ends: int
     """Bytes kept of a token before the first layer and after the last."""
     logits: int
@@ -121,13 +123,18 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, sharded
     for target in layout.targets.values():
         if target.group != "unembed":
             by_layer[int(target.module.split(".")[1])].append(target)
-    kept, widest = [], 0
-    for kind, targets in zip(layout.layers, by_layer, strict=True):
+    kept, widest, copied = [], 0, 0
+    for number, (kind, targets) in enumerate(zip(layout.layers, by_layer, strict=True)):
         # Of the outputs of a block's linears, those of the last one are as wide as the row itself.
         around = sum(target.out_features for target in targets if target.group == "attn") - hidden
+        mixing = _attention(kind, text_config, around) if isinstance(kind, Attention) else _delta_net(kind, around, own)
+        if (experts := layout.experts.get(number)) is not None:
+            widest = max(widest, 2 * experts.per_token * experts.width, 2 * experts.shared_width)
+            copied = max(copied, experts.per_token * hidden)
+            kept.append((mixing + 2 * hidden) * dtype.itemsize + _experts(experts, hidden, dtype))
+            continue
         gate_up = sum(target.out_features for target in targets if target.group == "mlp") - hidden
         widest = max(widest, gate_up)
-        mixing = _attention(kind, text_config, around) if isinstance(kind, Attention) else _delta_net(kind, around, own)
         # The row before both norms, and what goes into the activation. The modules of transformers keep the row behind
         # the norms too, and of the MLP the gate before and behind the activation, what it multiplies, and the product.
         numbers = mixing + (2 * hidden + gate_up if own else 4 * hidden + 2 * gate_up)
@@ -138,17 +145,20 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, sharded
     logits: int = text_config.vocab_size * (2 * FLOAT if wide else dtype.itemsize + 1)
     row, between = hidden * dtype.itemsize, widest * dtype.itemsize
     # The backward of our own layers has in memory at once the gradients of the MLP's inside, and what it computes
-    # again; where its formulas run as written, also what lies between them.
-    transient = 2 * row + ((4 if wide else 2) * between if own else between)
+    # again; where its formulas run as written, also what lies between them. What experts make of a token's copies is
+    # there twice when it is added up.
+    transient = 2 * row + max((4 if wide else 2) * between if own else between, 2 * copied * dtype.itemsize)
     memory = PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4, sharded=sharded)
-    delta_nets = [kind for kind in layout.layers if isinstance(kind, DeltaNet)]
+    delta_nets = {number: kind for number, kind in enumerate(layout.layers) if isinstance(kind, DeltaNet)}
     if dtype != torch.bfloat16 or not delta_nets:
         return memory
-    (rule, most), kind = _rule_kernels(delta_nets[0]), delta_nets[0]
+    number, kind = next(iter(delta_nets.items()))
+    rule, most = _rule_kernels(kind)
     # Of the convolution's inputs and outputs, and of the rule's outputs
-    gradients = 2 * kind.channels + kind.value_heads * kind.value_dim
-    mlp = 2 * hidden + widest  # what lies before its norm, and what goes into its activation
-    return replace(memory, rule=rule, rule_most=most, around_rule=(gradients - mlp) * dtype.itemsize)
+    gradients = (2 * kind.channels + kind.value_heads * kind.value_dim) * dtype.itemsize
+    # What the MLP kept: what lies before its norm, and inside of it
+    inside = _experts(layout.experts[number], hidden, dtype) if number in layout.experts else between
+    return replace(memory, rule=rule, rule_most=most, around_rule=gradients - 2 * row - inside)
 
 
 def sliced_pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, count: int) -> PassMemory:
@@ -188,6 +198,18 @@ def _attention(kind: Attention, text_config: Any, projected: int) -> int:
     heads: int = text_config.num_attention_heads
     queries, keys = heads * kind.head_dim, kind.kv_heads * kind.head_dim
     return projected + (queries + keys) + queries + heads
+
+
+def _experts(kind: Experts, hidden: int, dtype: torch.dtype) -> int:
+    """Bytes that a mixture of experts keeps of a token.
+
+    What lies behind its norm; of each expert of the token what goes into the activation; of a shared expert that, and
+    its output. The few columns of LoRA's ranks are left out.
+    """
+    numbers = hidden + 2 * kind.per_token * kind.width
+    if kind.shared_width:
+        numbers += 2 * kind.shared_width + hidden
+    return numbers * dtype.itemsize + kind.count * FLOAT + kind.per_token * EACH_PAIR
 
 
 def _delta_net(kind: DeltaNet, projected: int, own: bool) -> int:

@@ -31,7 +31,7 @@ class Sizes:
     """The longest sequence, in tokens."""
     layout: Layout
     layer_parameters: tuple[int, ...]
-    """Those of each layer of the language model."""
+    """Those of each layer of the language model, without routers of experts, which are not trained."""
     parts: int = 1
     """Number of workers over which layers are sharded (--shard weights); 1 if each holds all of them."""
 
@@ -52,7 +52,9 @@ class Sizes:
         numbers = self.layout.lora_parameters(LoraShape(rank, seed=0))
         # float32 masters, and copies that passes read
         frozen = numbers * (4 if self.dtype == torch.float32 else 4 + self.dtype.itemsize)
-        return ModelBytes(frozen + numbers * 3 * 4, frozen)
+        # Gradients of a pass, until they are added: of most adapters they are nothing beside the pass.
+        of_experts = rank * sum(target.width for target in self.layout.targets.values() if target.experts)
+        return ModelBytes(frozen + numbers * 3 * 4 + of_experts * self.dtype.itemsize, frozen)
 
     def full(self, state: FullState) -> FullBytes:
         """Return the bytes of training all parameters; with sharded layers those of one worker, in float32."""
@@ -101,10 +103,12 @@ def size_of(source: str, config: ModelsConfig) -> Sizes:
     model_config = read_config(source)
     family = family_of(source, model_config)
     network = empty_network(source, family, model_config)
+    layout, language_model = layout_of(source, family, network), family.language_model(network)
+    frozen = {p for name, p in language_model.named_parameters() if name.startswith(layout.routers)}
     # A tied head is there already
-    trained = {*family.language_model(network).parameters(), *network.get_output_embeddings().parameters()}
+    trained = {*language_model.parameters(), *network.get_output_embeddings().parameters()} - frozen
     text_config = model_config.get_text_config()
-    _, layers = layer_modules(family.language_model(network))
+    _, layers = layer_modules(language_model)
     return Sizes(
         text_config=text_config,
         device=device,
@@ -112,6 +116,6 @@ def size_of(source: str, config: ModelsConfig) -> Sizes:
         parameters=sum(parameter.numel() for parameter in network.parameters()),
         language_parameters=sum(parameter.numel() for parameter in trained),
         max_context=context_length(source, text_config, config.max_context),
-        layout=layout_of(source, family, network),
-        layer_parameters=tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers),
+        layout=layout,
+        layer_parameters=tuple(sum(p.numel() for p in {*layer.parameters()} & trained) for layer in layers),
     )
