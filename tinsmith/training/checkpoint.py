@@ -191,9 +191,9 @@ def weights_from(state: SavedState, base: BaseModel, ref: WeightsRef | None = No
     if shape.rank > 0:
         return _adapter(shape, state.tensors, base.dtype, ref, base.device)
     dtype = base.dtype if ref is not None else torch.float32
-    return FullWeights(
-        shape, {name: tensor.to(base.device, dtype) for name, tensor in state.tensors.items()}, base.dtype, ref
-    )
+    # Those that train are copied: a mapped file is aligned otherwise, and so products of few rows are rounded otherwise
+    tensors = {name: tensor.to(base.device, dtype, copy=ref is None) for name, tensor in state.tensors.items()}
+    return FullWeights(shape, tensors, base.dtype, ref)
 
 
 def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> dict[str, Tensor]:
