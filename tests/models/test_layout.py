@@ -15,7 +15,7 @@ from tinsmith.models.layout import read_layout
 from tinsmith.models.lora import adapter_of, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
-FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5"]
+FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
 SHAPES = [
     LoraShape(4, 0),
     LoraShape(1, 0, train_unembed=False),
@@ -36,7 +36,9 @@ def test_a_configuration_alone_tells_what_an_adapter_covers(
         adapter = new_adapter(shape, layout, torch.device("cpu"), torch.float32)
         assert list(adapter.masters) == list(layout.covered(shape))
         assert adapter.parameter_count == layout.lora_parameters(shape)
-        for name in adapter.masters.keys() - {"lm_head"}:
+        linears = {name for name in adapter.masters if not layout.targets[name].experts}
+        assert (linears == set(adapter.masters)) == (not shape.train_mlp or not layout.experts)
+        for name in linears - {"lm_head"}:
             assert name in base.language_model.get_submodule(layout.targets[name].module).projection.targets
 
 
@@ -62,7 +64,7 @@ def test_a_target_is_found_in_the_rows_of_its_projection(
             target = base.layout.targets[name]
             assert torch.equal(joined[start:end], weights[target.module][slice(*(target.rows or (None, None)))])
             seen.append(name)
-    assert sorted(seen) == sorted(base.layout.targets)
+    assert sorted(seen) == sorted(name for name, target in base.layout.targets.items() if not target.experts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
