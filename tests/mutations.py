@@ -85,6 +85,7 @@ CAPTURED = "tests/training/test_captured_pass.py"
 BACKEND = "tests/training/test_backend.py"
 CHOOSE = "tests/sampling/test_choose.py"
 SAMPLER = "tests/sampling/local/test_sampler.py"
+EXPERTS = "tests/models/test_experts.py"
 RECOVERY = "tests/engine/test_recovery.py"
 
 MUTATIONS = (
@@ -262,6 +263,98 @@ MUTATIONS = (
         "if LM_HEAD in adapter.masters and head.weight is network.get_input_embeddings().weight:",
         "if LM_HEAD not in adapter.masters:",
         (EXPORT,),
+    ),
+    # ---- Mixtures of experts
+    Mutation(
+        "a token's experts are computed with its neighbour's adapter",
+        "tinsmith/models/experts.py",
+        "groups = chosen if owner is None else chosen * owners + owner.unsqueeze(1)",
+        "groups = chosen if owner is None else chosen * owners + owner.roll(1).unsqueeze(1)",
+        (EXPERTS,),
+    ),
+    Mutation(
+        "the router's weights do not reach the inside of an adapter's down",
+        "tinsmith/models/experts.py",
+        "pairs.summed(inside * pairs.weights)",
+        "pairs.summed(inside)",
+        (EXPERTS,),
+    ),
+    Mutation(
+        "the router's weights lie in the order of tokens, not of experts",
+        "tinsmith/models/experts.py",
+        "weights=weights.flatten().index_select(0, order).unsqueeze(1)",
+        "weights=weights.flatten().unsqueeze(1)",
+        (EXPERTS,),
+    ),
+    Mutation(
+        "alpha / rank is not applied to down of experts",
+        "tinsmith/models/experts.py",
+        "factors.down.b.t(), alpha=scale)",
+        "factors.down.b.t())",
+        (EXPERTS,),
+    ),
+    Mutation(
+        "of the A's that experts share only that of gate gets a gradient",
+        "tinsmith/models/experts.py",
+        "torch.cat([factors.gate.a, factors.up.a])",
+        "torch.cat([factors.gate.a, factors.up.a.detach()])",
+        (EXPERTS,),
+    ),
+    Mutation(
+        "a token's gradient comes from the first of its experts alone",
+        "tinsmith/models/experts.py",
+        "return None, _sum(ctx.pairs, grads[0])",
+        "return None, grads[0].index_select(0, ctx.pairs.places[:: ctx.pairs.per_token])",
+        (EXPERTS,),
+    ),
+    Mutation(
+        "probabilities of the chosen experts are not normalised",
+        "tinsmith/models/experts.py",
+        "weights = weights / weights.sum(-1, keepdim=True)",
+        "pass",
+        (EXPERTS,),
+    ),
+    Mutation(
+        "full-parameter training trains the router",
+        "tinsmith/models/layout.py",
+        'for gate in ("gate", "shared_expert_gate")',
+        'for gate in ("shared_expert_gate",)',
+        (EXPERTS,),
+    ),
+    Mutation(
+        "the gate of a shared expert is left out",
+        "tinsmith/models/decoder.py",
+        "return shared.adapters.apply(self.gate, normed).sigmoid() * self.mlp.of_normed(normed, shared)",
+        "return self.mlp.of_normed(normed, shared)",
+        ("tests/models/test_decoder.py", PEFT),
+    ),
+    Mutation(
+        "a NaN in one group of rows reaches the products of the others",
+        "tinsmith/models/grouped_product.py",
+        "y = torch.where(rows, x @ weight[group].t(), y)",
+        "y = y + (rows * x) @ weight[group].t()",
+        ("tests/models/test_grouped_product.py",),
+    ),
+    Mutation(
+        "in a decode batch down of experts gets the adapters of all rows",
+        "tinsmith/models/batched_lora.py",
+        "return out.addmm_(self._own_of(inside), matrices.outer.t())",
+        "return out.addmm_(inside * self._scale, matrices.outer.t())",
+        (EXPERTS,),
+    ),
+    Mutation(
+        "adapters of experts are lost when a decode batch gets more columns",
+        "tinsmith/models/batched_lora.py",
+        "experts[name].copy_from(smaller, self.columns)",
+        "pass",
+        (EXPERTS,),
+    ),
+    Mutation(
+        "an adapter that leaves experts bare decodes with what its columns held before",
+        "tinsmith/models/batched_lora.py",
+        "torch._foreach_zero_(places)",
+        "pass",
+        (EXPERTS,),
     ),
     # ---- Packed sequences
     Mutation(

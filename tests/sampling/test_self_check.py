@@ -20,18 +20,20 @@ from torch import Tensor
 
 from tests.bases import OTHER_DECODERS, load, write_decoder
 from tests.extent import families, slow
+from tests.models.test_decoder import EXPERTS
 from tinsmith.errors import ConfigError
 from tinsmith.models import vision_tower
 from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel
-from tinsmith.models.decoder import AttentionBlock, Decoder, Layer, Pass
+from tinsmith.models.decoder import AttentionBlock, Decoder, ExpertMLP, Layer, Pass
+from tinsmith.models.experts import ExpertStack
 from tinsmith.models.fused import Normed
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.self_check import LENGTHS, QUICK, check_base_model
 
 Dir = Callable[[str], Path]
 
-KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen2_5_vl", "qwen3_vl", "qwen3_5", *EXPERTS]
 
 
 @pytest.mark.parametrize("family", families([*KNOWN, *OTHER_DECODERS]))
@@ -301,6 +303,13 @@ def spoil_attention(decoder: Decoder, **changes: Any) -> Decoder:
     return spoil_first_layer(decoder, block=replace(block, **changes))
 
 
+def spoil_experts(decoder: Decoder, change: Callable[[ExpertStack], ExpertStack]) -> Decoder:
+    """Our decoder with other experts in its first layer."""
+    mlp = decoder.layers[0].mlp
+    assert isinstance(mlp, ExpertMLP)
+    return spoil_first_layer(decoder, mlp=replace(mlp, stack=change(mlp.stack)))
+
+
 WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
     "frequencies": (
         "qwen3",
@@ -320,6 +329,20 @@ WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
     "scale": ("qwen3", lambda d: spoil_attention(d, scale=0.1)),
     "window": ("mistral", lambda d: spoil_attention(d, window_of=None)),
     "linears": ("qwen3", lambda d: spoil_first_layer(d, mlp=d.layers[1].mlp)),
+    "router": ("qwen3_moe", lambda d: spoil_experts(d, lambda own: replace(own, router=own.router.roll(1, 0)))),
+    "experts": ("qwen3_moe", lambda d: spoil_experts(d, lambda own: replace(own, down=own.down.roll(1, 0)))),
+    "gate and up of experts": (
+        "qwen3_moe",
+        lambda d: spoil_experts(d, lambda own: replace(own, gate_up=own.gate_up.roll(own.kind.width, 1))),
+    ),
+    "probabilities of experts": (
+        "qwen3_moe",
+        lambda d: spoil_experts(d, lambda own: replace(own, kind=replace(own.kind, normalized=False))),
+    ),
+    "shared expert": (
+        "qwen3_5_moe",
+        lambda d: spoil_first_layer(d, mlp=replace(d.layers[0].mlp, shared_expert=None)),
+    ),
 }
 
 

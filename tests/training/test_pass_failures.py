@@ -79,11 +79,14 @@ def test_one_bad_datum_fails_alone_and_the_results_of_the_others_are_their_own(
     assert (backend.passes.tokens_per_pass < backend.config.tokens_per_pass) == (kind == "memory")
 
 
-@pytest.mark.parametrize(("dtype", "passes_before"), [("float32", 0), ("bfloat16", 1)])
+@pytest.mark.parametrize(
+    ("family", "dtype", "passes_before"),
+    [("qwen3", "float32", 0), ("qwen3", "bfloat16", 1), ("qwen3_moe", "float32", 1)],
+)
 def test_memory_that_runs_out_at_any_operation_of_a_pass_counts_no_gradient_twice(
-    family_dir: Callable[[str], Path], dtype: str, passes_before: int
+    family_dir: Callable[[str], Path], family: str, dtype: str, passes_before: int
 ) -> None:
-    base = load(family_dir("qwen3"), dtype=dtype)
+    base = load(family_dir(family), dtype=dtype)
     backend, render = backend_with(base, a=4, b=4), renderer(base)
     work = [datum("ab"[i % 2], render.render([random_tokens(i, 6)]), i) for i in range(4)]
 
@@ -117,8 +120,11 @@ def memory_retries(device: str = "cpu", free: int = 2**50) -> MemoryRetries:
 
 
 @on_cpu
-def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(family_dir: Callable[[str], Path]) -> None:
-    base = load(family_dir("qwen3_5"))
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(
+    family_dir: Callable[[str], Path], family: str
+) -> None:
+    base = load(family_dir(family))
     backend = backend_with(base, a=4)
     work = [datum("a", renderer(base).render([random_tokens(0, 300)]))]
     peaks = []
