@@ -44,7 +44,9 @@ def test_what_we_serve_passes(family_base: Callable[[str], BaseModel], family: s
 
 # The layers of qwen3 and qwen3_vl are those of qwen3_5. What mistral adds, a window, is checked below: one that is left
 # out is found.
-@pytest.mark.parametrize("family", ["qwen3_5", *slow("qwen3", "qwen3_vl", "mistral")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "qwen3_moe", *slow("qwen3", "qwen3_vl", "mistral", "qwen3_vl_moe", "qwen3_5_moe")]
+)
 def test_rounding_to_bfloat16_passes(family_dir: Dir, family: str) -> None:
     base = load(family_dir(family), dtype="bfloat16")
     for quick in (False, True):
@@ -310,6 +312,13 @@ def spoil_experts(decoder: Decoder, change: Callable[[ExpertStack], ExpertStack]
     return spoil_first_layer(decoder, mlp=replace(mlp, stack=change(mlp.stack)))
 
 
+def without_shared_expert(decoder: Decoder) -> Decoder:
+    """Our decoder without the shared expert of its first layer."""
+    mlp = decoder.layers[0].mlp
+    assert isinstance(mlp, ExpertMLP)
+    return spoil_first_layer(decoder, mlp=ExpertMLP(mlp.stack, None))
+
+
 WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
     "frequencies": (
         "qwen3",
@@ -339,10 +348,7 @@ WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
         "qwen3_moe",
         lambda d: spoil_experts(d, lambda own: replace(own, kind=replace(own.kind, normalized=False))),
     ),
-    "shared expert": (
-        "qwen3_5_moe",
-        lambda d: spoil_first_layer(d, mlp=replace(d.layers[0].mlp, shared_expert=None)),
-    ),
+    "shared expert": ("qwen3_5_moe", without_shared_expert),
 }
 
 
