@@ -268,22 +268,22 @@ MUTATIONS = (
     Mutation(
         "a token's experts are computed with its neighbour's adapter",
         "tinsmith/models/experts.py",
-        "groups = chosen if owner is None else chosen * owners + owner.unsqueeze(1)",
-        "groups = chosen if owner is None else chosen * owners + owner.roll(1).unsqueeze(1)",
+        "else chosen * owners + owner.unsqueeze(1)",
+        "else chosen * owners + owner.roll(1).unsqueeze(1)",
         (EXPERTS,),
     ),
     Mutation(
         "the router's weights do not reach the inside of an adapter's down",
         "tinsmith/models/experts.py",
-        "pairs.summed(inside * pairs.weights)",
-        "pairs.summed(inside)",
+        "pairs.summed(grouped_product(activated, lora[3], pairs.ends) * of_pairs)",
+        "pairs.summed(grouped_product(activated, lora[3], pairs.ends))",
         (EXPERTS,),
     ),
     Mutation(
         "the router's weights lie in the order of tokens, not of experts",
         "tinsmith/models/experts.py",
-        "weights=weights.flatten().index_select(0, order).unsqueeze(1)",
-        "weights=weights.flatten().unsqueeze(1)",
+        "return of_tokens.flatten().index_select(0, self.order).unsqueeze(1)",
+        "return of_tokens.flatten().unsqueeze(1)",
         (EXPERTS,),
     ),
     Mutation(
@@ -301,10 +301,10 @@ MUTATIONS = (
         (EXPERTS,),
     ),
     Mutation(
-        "a token's gradient comes from the first of its experts alone",
+        "the router's weights do not reach the gradient of A of an adapter's down",
         "tinsmith/models/experts.py",
-        "return None, _sum(ctx.pairs, grads[0])",
-        "return None, grads[0].index_select(0, ctx.pairs.places[:: ctx.pairs.per_token])",
+        "outer_product(d_inside * of_pairs, activated, a_down, pairs.ends)",
+        "outer_product(d_inside, activated, a_down, pairs.ends)",
         (EXPERTS,),
     ),
     Mutation(
