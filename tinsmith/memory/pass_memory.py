@@ -145,9 +145,13 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, sharded
     logits: int = text_config.vocab_size * (2 * FLOAT if wide else dtype.itemsize + 1)
     row, between = hidden * dtype.itemsize, widest * dtype.itemsize
     # The backward of our own layers has in memory at once the gradients of the MLP's inside, and what it computes
-    # again; where its formulas run as written, also what lies between them. What experts make of a token's copies is
-    # there twice when it is added up.
-    transient = 2 * row + max((4 if wide else 2) * between if own else between, 2 * copied * dtype.itemsize)
+    # again; where its formulas run as written, also what lies between them. Of experts also gradients of a token's
+    # copies: one meanwhile, and three when those of its input are added up.
+    inside = (4 if wide else 2) * between if own else between
+    if copied:
+        copies = copied * dtype.itemsize
+        inside = max(copies + inside + between // 2, 3 * copies + 2 * between)
+    transient = 2 * row + inside
     memory = PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4, sharded=sharded)
     delta_nets = {number: kind for number, kind in enumerate(layout.layers) if isinstance(kind, DeltaNet)}
     if dtype != torch.bfloat16 or not delta_nets:
@@ -157,8 +161,8 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, sharded
     # Of the convolution's inputs and outputs, and of the rule's outputs
     gradients = (2 * kind.channels + kind.value_heads * kind.value_dim) * dtype.itemsize
     # What the MLP kept: what lies before its norm, and inside of it
-    inside = _experts(layout.experts[number], hidden, dtype) if number in layout.experts else between
-    return replace(memory, rule=rule, rule_most=most, around_rule=gradients - 2 * row - inside)
+    freed = _experts(layout.experts[number], hidden, dtype) if number in layout.experts else between
+    return replace(memory, rule=rule, rule_most=most, around_rule=gradients - 2 * row - freed)
 
 
 def sliced_pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, count: int) -> PassMemory:
