@@ -21,6 +21,7 @@ from torch.nn.functional import linear, silu, softmax
 from tests.bases import DEVICE, load, random_adapter
 from tests.extent import families
 from tests.models.test_decoder import wide
+from tinsmith.models import batched_lora
 from tinsmith.models.base import BaseModel
 from tinsmith.models.batched_lora import BareRows, BatchedAdapters
 from tinsmith.models.decoder import ExpertMLP
@@ -351,3 +352,16 @@ def test_routers_are_among_no_weights_that_train(
     wanted = {f"mlp.experts.{end}" for end in ends}
     assert adapters == wanted | ({f"mlp.shared_expert.{end}" for end in ends} if family == "qwen3_5_moe" else set())
     assert not any(".mlp." in name for name in random_adapter(base, train_mlp=False).masters)
+
+
+def test_columns_of_experts_take_no_more_than_their_share(
+    family_base: Callable[[str], BaseModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture, dense = family_base("qwen3_moe").layout, family_base("qwen3").layout
+    # Of each layer gate and up: A of 64, 8 B's of 48. Down: 8 A's of 48, B of 64.
+    assert (mixture.expert_widths, dense.expert_widths) == (2 * 3 * (64 + 8 * 48), 0)
+    column = mixture.expert_widths * 4
+    for held, columns in ((64 * column, 64), (128 * column - 1, 64), (column, 32), (2**31, 512)):
+        monkeypatch.setattr(batched_lora, "EXPERT_BYTES", held)
+        assert batched_lora.most_columns(mixture, torch.float32) == columns
+        assert batched_lora.most_columns(dense, torch.float32) == 512

@@ -50,7 +50,7 @@ def test_routers_stay_as_they_are_and_a_token_counts_its_own_experts_alone(
     everything = {name for name, _ in base.language_model.named_parameters()}
     gates = {f"layers.{index}.mlp.{gate}.weight" for index in range(4) for gate in ("gate", "shared_expert_gate")}
     assert everything - base.full_targets(LoraShape(0, 0)).keys() == gates
-    attention, experts, head = 3 * 64 * 128, 2 * 3 * 64 * 64, 2048 * 64
+    attention, experts, head = 3 * 64 * 128, 2 * 3 * 64 * 48, 2048 * 64
     assert family_base("qwen3_moe").layout.active_weights == 2 * (attention + experts) + head
 
 

@@ -312,8 +312,8 @@ def test_a_base_of_other_layers_is_refused(family_base: Bases, family_dir: Dirs,
 @pytest.mark.parametrize("write", [write_peft, write_merged])
 def test_a_base_of_fewer_experts_is_refused(write: Any, family_base: Bases, tmp_path: Path) -> None:
     source, out = tmp_path / "base", tmp_path / "out"
-    write_published("qwen3_moe", source, moe_intermediate_size=64, num_experts=4)
-    message = "adapts layers.0.mlp.experts.gate_proj of 8 x 64 x 64, which this base model does not have"
+    write_published("qwen3_moe", source, moe_intermediate_size=48, num_experts=4)
+    message = "adapts layers.0.mlp.experts.gate_proj of 8 x 48 x 64, which this base model does not have"
     with pytest.raises(UserError, match=message):
         write(random_adapter(family_base("qwen3_moe"), rank=RANK), read_layout(str(source)), str(source), out)
     assert not out.exists()
@@ -427,7 +427,7 @@ def test_a_download_has_experts_as_the_cookbook_expects_them(
     write_download(adapter, base.layout, str(family_dir(family)), "x", tmp_path)
     assert_same(read_peft(tmp_path, base.layout), adapter)
     tensors = load_file(tmp_path / WEIGHTS)
-    shapes = {"w1": ((1, 5, 64), (8, 64, 5)), "w3": ((1, 5, 64), (8, 64, 5)), "w2": ((8, 5, 64), (1, 64, 5))}
+    shapes = {"w1": ((1, 5, 64), (8, 48, 5)), "w3": ((1, 5, 64), (8, 48, 5)), "w2": ((8, 5, 48), (1, 64, 5))}
     for (name, expected), part in zip(shapes.items(), ("gate", "up", "down"), strict=True):
         for matrix, shape, own in zip("AB", expected, adapter.masters[f"{MIXTURE}.{part}_proj"], strict=True):
             tensor = tensors[f"{ROOT}.{name}.lora_{matrix}.weight"]
@@ -540,11 +540,11 @@ WRONG_EXPERTS: dict[str, tuple[Any, str]] = {
     ),
     "a rank that is not theirs": (
         partial(set_option, rank_pattern={"experts.w2": 2}),
-        r"w2: lora_A and lora_B are \(8, 4, 64\) and \(1, 64, 4\), which does not fit rank 2 and the 8 experts",
+        r"w2: lora_A and lora_B are \(8, 4, 48\) and \(1, 64, 4\), which does not fit rank 2 and the 8 experts",
     ),
     "seven experts": (
         partial(rewrite, change=partial(with_other_rows, name=f"{ROOT}.w1.lora_B.weight")),
-        r"w1: lora_A and lora_B are \(1, 4, 64\) and \(7, 64, 4\), which does not fit rank 4 and the 8 experts",
+        r"w1: lora_A and lora_B are \(1, 4, 64\) and \(7, 48, 4\), which does not fit rank 4 and the 8 experts",
     ),
     "an expert is missing": (
         partial(rewrite, change=without_expert),

@@ -10,6 +10,7 @@ from tinsmith.config import ModelsConfig
 from tinsmith.memory.budget import FullBytes, ModelBytes, full_bytes, sharded_full_bytes, snapshot_bytes
 from tinsmith.memory.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.base import BaseModel, pick_device, pick_dtype
+from tinsmith.models.batched_lora import most_columns
 from tinsmith.models.families import context_length, empty_network, family_of, read_config
 from tinsmith.models.full import FullState
 from tinsmith.models.layout import Layout, layout_of
@@ -44,6 +45,11 @@ class Sizes:
         held = self.parameters - layers + -(-layers // self.parts) + 2 * max(self.layer_parameters)
         return held * self.dtype.itemsize
 
+    @property
+    def column_bytes(self) -> int:
+        """What decoding may keep of experts' adapters (`models/batched_lora.py`). Those of linears are small."""
+        return most_columns(self.layout, self.dtype) * self.layout.expert_widths * self.dtype.itemsize
+
     def model(self, rank: int, state: FullState = "float32") -> ModelBytes:
         """Return the bytes of one trained model of this LoRA rank; rank 0 trains all parameters and keeps `state`."""
         if rank == 0:
@@ -74,8 +80,11 @@ class Sizes:
 
 
 def beside_weights(free: int, bases: Iterable[Sizes]) -> int:
-    """Return the bytes that the weights of all base models leave of `free`; negative if they do not fit."""
-    return free - sum(sizes.weight_bytes for sizes in bases)
+    """Return the bytes that all base models leave of `free`, with what decoding keeps of experts' adapters.
+
+    It is negative if they do not fit.
+    """
+    return free - sum(sizes.weight_bytes + sizes.column_bytes for sizes in bases)
 
 
 def loaded_sizes(base: BaseModel, parts: int) -> Sizes:

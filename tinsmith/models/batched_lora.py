@@ -34,6 +34,17 @@ FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
 OUTPUTS = 128
 """Outputs of a tile, at most."""
+MOST_COLUMNS = 512
+"""Ranks of adapters that are decoded together, in all: eight adapters of rank 64. More run apart."""
+EXPERT_BYTES = 2**31
+"""Memory of columns of experts, at most: one takes some 30 MB in a model of 30 B parameters."""
+
+
+def most_columns(layout: Layout, dtype: torch.dtype) -> int:
+    """The most columns of a batch: `MOST_COLUMNS`, or what `EXPERT_BYTES` hold of experts', but at least `FEWEST`."""
+    of_each = layout.expert_widths * dtype.itemsize
+    fitting = EXPERT_BYTES // of_each if of_each else MOST_COLUMNS
+    return min(MOST_COLUMNS, max(FEWEST, 1 << max(0, fitting.bit_length() - 1)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +94,10 @@ class BatchedAdapters:
     """The columns of the adapters of a batch, for all projections and mixtures of experts of a model."""
 
     def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, most: int) -> None:
-        """Begins without columns; there are never more than the least power of two that is `most` or more."""
+        """Begins without columns; there are never more than the least power of two that is `most` or more.
+
+        `most_columns` says how many there should be.
+        """
         self.projections = [projection for projection in layout.projections.values() if projection.targets]
         self.targets = layout.targets
         self.mixtures = [f"layers.{index}.mlp.experts" for index in layout.experts]

@@ -6,6 +6,7 @@ A configuration is enough to make it: the network is built on torch's meta devic
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -153,11 +154,16 @@ class Layout:
         return tuple(f"{module.rpartition('.')[0]}." for module in left)
 
     @property
+    def expert_widths(self) -> int:
+        """Numbers of experts' adapters of rank 1 in a decoding step, where each target has its own A and B."""
+        return sum(target.width for target in self.targets.values() if target.experts)
+
+    @property
     def routers(self) -> tuple[str, ...]:
         """Prefixes of the parameters that choose experts, or weigh a shared one. They are never trained."""
         return tuple(f"layers.{index}.mlp.{gate}." for index in self.experts for gate in ("gate", "shared_expert_gate"))
 
-    @property
+    @cached_property
     def active_weights(self) -> int:
         """Weights of what LoRA can train that a token is multiplied with: of experts, those of the chosen ones."""
         total = 0

@@ -27,8 +27,9 @@ class DeviceMemory:
         """Free memory of the host that is this worker's."""
         total = torch.cuda.mem_get_info(device)[1] if on_gpu else 0
         place = DevicePlace(str(device), on_gpu, free_memory(device) if on_gpu else self.host, total, self.host)
-        left, workers = place.free - place.reserve, group.count if group else 1
+        workers = group.count if group else 1
         sizes = {name: loaded_sizes(base, workers if config.shards_weights else 1) for name, base in bases.items()}
+        left = place.free - place.reserve - sum(own.column_bytes for own in sizes.values())
         self.plans = {name: plan_beside(left, own, len(bases), place, config, workers) for name, own in sizes.items()}
 
     def cache_sizes(self, name: str) -> CacheSizes:

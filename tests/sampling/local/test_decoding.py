@@ -29,7 +29,7 @@ from tests.sampling.local.test_sampler import (
     sampler_of,
     tokens_of,
 )
-from tinsmith.models import grouped_product
+from tinsmith.models import batched_lora, grouped_product
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
 from tinsmith.rendering.rendered import RenderedInput
@@ -245,7 +245,7 @@ def test_adapters_without_room_or_with_nan_run_apart(text_base: BaseModel, monke
 
     Afterwards another adapter takes the columns of those that nobody samples any more.
     """
-    monkeypatch.setattr(decoding, "MOST_COLUMNS", 32)
+    monkeypatch.setattr(batched_lora, "MOST_COLUMNS", 32)
     owners = [None, *(random_adapter(text_base, rank, rank) for rank in (4, 8, 16, 24, 30))]
     bench, rendered = Bench(text_base), prompt_of(text_base, (0, 20))
     for number, owner in enumerate(owners):

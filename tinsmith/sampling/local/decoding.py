@@ -16,7 +16,7 @@ from tinsmith.errors import UserError
 from tinsmith.kernels.device import upload
 from tinsmith.memory.budget import blocks_for
 from tinsmith.models.base import BaseModel, threads_for
-from tinsmith.models.batched_lora import BatchedAdapters
+from tinsmith.models.batched_lora import BatchedAdapters, most_columns
 from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.sampling.choose import likeliest
@@ -29,8 +29,6 @@ from tinsmith.sampling.local.states import StateSlots
 
 log = logging.getLogger(__name__)
 
-MOST_COLUMNS = 512
-"""Ranks of adapters that are decoded together, in all: eight adapters of rank 64. More run apart."""
 
 Drawn = tuple[SequenceState, int, float, tuple[list[int], list[float]] | Exception | None]
 """A sequence, its next token, the token's log-probability, and the likeliest tokens there, or why there are none."""
@@ -68,7 +66,7 @@ class Decoding:
     def __init__(self, base: BaseModel, cache: KVCache, states: StateSlots | None, places: int, eager: bool) -> None:
         self.base = base
         self.cache = cache
-        self.adapters = BatchedAdapters(base.layout, base.device, base.dtype, MOST_COLUMNS)
+        self.adapters = BatchedAdapters(base.layout, base.device, base.dtype, most_columns(base.layout, base.dtype))
         self.placed: dict[int, Adapter] = {}
         self.apart: dict[int, Weights] = {}
         self.step = DecodeStep(base, cache, states, self.adapters)
