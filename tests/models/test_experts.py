@@ -24,11 +24,14 @@ from tests.models.test_decoder import wide
 from tinsmith.models import batched_lora
 from tinsmith.models.base import BaseModel
 from tinsmith.models.batched_lora import BareRows, BatchedAdapters
-from tinsmith.models.decoder import ExpertMLP
+from tinsmith.models.decoder import ExpertMLP, recomputed
 from tinsmith.models.experts import ExpertStack, mix_bare
+from tinsmith.models.experts import owners_of as owners_of_row
 from tinsmith.models.lora import Adapter, Segment
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.rendering import packing
+from tinsmith.rendering.packing import shared_rows
 
 FAMILIES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
 
@@ -365,3 +368,42 @@ def test_columns_of_experts_take_no_more_than_their_share(
         monkeypatch.setattr(batched_lora, "EXPERT_BYTES", held)
         assert batched_lora.most_columns(mixture, torch.float32) == columns
         assert batched_lora.most_columns(dense, torch.float32) == 512
+
+
+def test_a_layer_that_is_recomputed_keeps_no_pairs_of_its_first_pass(base: BaseModel) -> None:
+    """What the backward reads of them comes from where its other numbers come from: values and routes fit together."""
+    stack, segments, h = stack_of(base), segments_of(owners_of(base)), tokens_of(base)
+    first, second = choice_of(stack, range(8), seed=0), choice_of(stack, range(8), seed=1)
+    choices = iter((first, second))
+    h.requires_grad_()
+    out = recomputed(lambda x: ours(stack, x, *next(choices), segments), h)
+    (found,) = torch.autograd.grad(out.sum(), h)
+    (expected,) = torch.autograd.grad(ours(stack, h, *second, segments).sum(), h)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_base_and_adapters_that_leave_experts_bare_are_one_owner(base: BaseModel) -> None:
+    """Each owner has matrices of its own in a pass, those of a bare one are zeros."""
+    first, second, bare = adapters_of(base)
+    stack, h = stack_of(base), tokens_of(base)
+    owners = owners_of_row(stack.name, segments_of([first, None, second, first, bare]), {}, h)
+    assert [None if own is None else own[0].rank for own in owners.factors] == [4, None, 12]
+    assert [number for _, _, number in owners.spans] == [0, 1, 2, 0, 1]
+    assert owners.of_tokens is not None
+    assert owners.of_tokens.tolist() == [
+        n for n, count in zip((0, 1, 2, 0, 1), LENGTHS, strict=True) for _ in range(count)
+    ]
+    alone = owners_of_row(stack.name, segments_of([None, bare, None, bare, bare]), {}, h)
+    assert (alone.factors, alone.of_tokens) == ((None,), None)
+
+
+def test_a_row_has_no_more_owners_than_a_product_has_groups(
+    family_base: Callable[[str], BaseModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = family_base("qwen3_moe")
+    owners = [random_adapter(mixture, rank=2, seed=seed) for seed in range(3)]
+    given = [owners[0], owners[1], None, owners[0], owners[2]]
+    assert shared_rows(given, mixture.layout) == [[0, 1, 2, 3, 4]]
+    monkeypatch.setattr(packing, "MOST_GROUPS", 23)  # eight experts of two owners; a third would make 24 groups
+    assert shared_rows(given, mixture.layout) == [[0, 1, 3], [2, 4]]
+    assert shared_rows(given, family_base("qwen3").layout) == [[0, 1, 2, 3, 4]]

@@ -156,16 +156,16 @@ class _Mixed(torch.autograd.Function):
         activated = swiglu(inner)  # [pairs, width]
         of_pairs = pairs.weights(weights)
         out = pairs.summed(grouped_product(activated, down, pairs.expert_ends) * of_pairs)
-        ctx.pairs = pairs
-        ctx.save_for_backward(inner, h, weights, gate_up, down, *lora)
+        ctx.per_token = pairs.per_token
+        ctx.save_for_backward(*pairs[1:], inner, h, weights, gate_up, down, *lora)
         if not lora:
             return (out,)
         return out, pairs.summed(grouped_product(activated, lora[3], pairs.ends) * of_pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pairs: Pairs = ctx.pairs
-        inner, h, weights, gate_up, down, *lora = ctx.saved_tensors
+        order, tokens, places, expert_ends, ends, inner, h, weights, gate_up, down, *lora = ctx.saved_tensors
+        pairs = Pairs(ctx.per_token, order, tokens, places, expert_ends, ends)
         _, wants_h, wants_weights, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
         of_pairs = pairs.weights(weights)
         d_out = pairs.copied(grads[0])  # [pairs, hidden], without the router's weight, as all until `d_activated`
@@ -244,31 +244,27 @@ def _added(out: Tensor, inside: Tensor, owners: Owners) -> Tensor:
     return torch.cat(found)
 
 
-def owners_of(name: str, segments: Sequence[Segment], of_tokens: Tensor | None) -> Owners:
-    """Return whose the tokens of a row are for a mixture of experts: adapters count once, however many segments."""
+def owners_of(name: str, segments: Sequence[Segment], known: dict[tuple[int, ...], Tensor], like: Tensor) -> Owners:
+    """Return whose the tokens of a row are for a mixture of experts.
+
+    Adapters count once, however many segments they have. What covers no experts is one owner, with the base. `known`
+    are the numbers of tokens by those of their segments: they are made on the device of `like`, and all layers use
+    them.
+    """
     numbers: dict[int, int] = {}
     factors: list[tuple[ExpertFactors, float] | None] = []
     spans = []
     for segment in segments:
         adapter = segment.adapter
-        if id(adapter) not in numbers:
-            numbers[id(adapter)] = len(factors)
-            own = None if adapter is None else adapter.experts(name)
+        own = None if adapter is None else adapter.experts(name)
+        owner = 0 if own is None else id(adapter)
+        if owner not in numbers:
+            numbers[owner] = len(factors)
             factors.append(None if adapter is None or own is None else (own, adapter.scale))
-        spans.append((segment.start, segment.end, numbers[id(adapter)]))
-    return Owners(tuple(factors), tuple(spans), of_tokens)
-
-
-def owner_of_tokens(segments: Sequence[Segment], device: torch.device) -> Tensor | None:
-    """Number the adapter of each token, in the order of `owners_of`: [tokens] int64; None if there is one."""
-    numbers: dict[int, int] = {}
-    for segment in segments:
-        numbers.setdefault(id(segment.adapter), len(numbers))
-    if len(numbers) < 2:
-        return None
-    return torch.cat(
-        [
-            torch.full((segment.end - segment.start,), numbers[id(segment.adapter)], device=device)
-            for segment in segments
-        ]
-    )
+        spans.append((segment.start, segment.end, numbers[owner]))
+    if len(factors) == 1:
+        return Owners(tuple(factors), tuple(spans), None)
+    key = tuple(number for _, _, number in spans)
+    if key not in known:
+        known[key] = torch.cat([torch.full((end - start,), number, device=like.device) for start, end, number in spans])
+    return Owners(tuple(factors), tuple(spans), known[key])

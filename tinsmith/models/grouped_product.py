@@ -1,7 +1,8 @@
 """Products of sorted rows with one matrix for each group of them: what a mixture of experts consists of.
 
 `ends` [groups] int32 says behind which row each group ends; a group may have no row. In half precision on a GPU widths
-are multiples of 8, and the host waits for nothing. Nothing of a row reaches another group, NaN neither.
+are multiples of 8, there are at most `MOST_GROUPS`, and on Hopper and later the host waits for nothing. Nothing of a
+row reaches another group, NaN neither.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,9 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from tinsmith.kernels.dispatch import half_on_gpu
+
+MOST_GROUPS = 1023
+"""Groups of one product: PyTorch's kernel for Hopper takes fewer than 1,024."""
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tinsmith.models.experts import ExpertStack, mix, owner_of_tokens, owners_of
+from tinsmith.models.experts import ExpertStack, mix, owners_of
 from tinsmith.models.fused import UNCHANGED, Before
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.lora import Adapter, Segment, StackedMatrices, TargetGroup
@@ -51,8 +51,7 @@ class SegmentAdapters(Adapters):
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
-        self._owner: tuple[Tensor | None] | None = None
-        """Of `owner_of_tokens`, which all layers share."""
+        self._owners: dict[tuple[int, ...], Tensor] = {}
 
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -63,9 +62,7 @@ class SegmentAdapters(Adapters):
         return y
 
     def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        if self._owner is None:
-            self._owner = (owner_of_tokens(self.segments, h.device),)
-        return mix(stack, h, weights, chosen, owners_of(stack.name, self.segments, *self._owner))
+        return mix(stack, h, weights, chosen, owners_of(stack.name, self.segments, self._owners, h))
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         if not torch.is_grad_enabled():

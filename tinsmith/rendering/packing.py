@@ -8,6 +8,8 @@ import torch
 from tinsmith.kernels.device import upload
 from tinsmith.models.base import PackedRow
 from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.grouped_product import MOST_GROUPS
+from tinsmith.models.layout import Layout
 from tinsmith.models.lora import Adapter, Segment
 from tinsmith.rendering.rendered import RenderedInput
 
@@ -20,15 +22,25 @@ def packing_order(lengths: Sequence[int], owners: Sequence[Weights | None]) -> l
     return sorted(range(len(lengths)), key=lambda i: (rank[id(owners[i])], lengths[i]))
 
 
-def shared_rows(owners: Sequence[Weights | None]) -> list[list[int]]:
-    """Group the owners (indices, in order) that may share a row.
+def shared_rows(owners: Sequence[Weights | None], layout: Layout) -> list[list[int]]:
+    """Group the owners (indices, in order) that may share a row of a base of this layout.
 
-    Adapters and the bare base may; each model with full weights is alone.
+    Adapters and the bare base may, as many as `most_owners` says; each model with full weights is alone.
     """
-    rows: dict[int, list[int]] = {}
+    most, numbers = most_owners(layout), dict[int, int]()
+    rows: dict[tuple[int, int], list[int]] = {}
     for index, owner in enumerate(owners):
-        rows.setdefault(id(owner) if isinstance(owner, FullWeights) else 0, []).append(index)
+        if isinstance(owner, FullWeights):
+            row = id(owner), 0
+        else:
+            row = 0, numbers.setdefault(id(owner), len(numbers)) // most
+        rows.setdefault(row, []).append(index)
     return list(rows.values())
+
+
+def most_owners(layout: Layout) -> int:
+    """The most adapters of a row, the base included: in a mixture of experts each is a group of each expert."""
+    return max(1, MOST_GROUPS // max((kind.count for kind in layout.experts.values()), default=1))
 
 
 def pack(sequences: Sequence[RenderedInput], owners: Sequence[Weights | None], device: torch.device) -> PackedRow:

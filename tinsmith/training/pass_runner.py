@@ -98,7 +98,7 @@ class PassRunner:
         """Return rows as indices: models share one if they can, unless a graph for each alone takes less time."""
         rows = [
             [there[place] for place in row]
-            for row in shared_rows([self.optimizers[work[i].model_id].weights for i in there])
+            for row in shared_rows([self.optimizers[work[i].model_id].weights for i in there], self.base.layout)
         ]
         return [part for row in rows for part in (self._apart(work, row) if backward else [row])]
 

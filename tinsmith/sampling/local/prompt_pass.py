@@ -71,7 +71,7 @@ class PromptPasses:
             ready: list[SequenceState] = []
             logits: list[Tensor] = []
             plans: list[CachedPlan] = []
-            for group in shared_rows([sequence.job.weights for sequence, _ in windows]):
+            for group in shared_rows([sequence.job.weights for sequence, _ in windows], self.base.layout):
                 complete, behind, plan = self._row([windows[i] for i in group], between)
                 ready += complete
                 logits.append(behind)
