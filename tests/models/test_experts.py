@@ -407,3 +407,12 @@ def test_a_row_has_no_more_owners_than_a_product_has_groups(
     monkeypatch.setattr(packing, "MOST_GROUPS", 23)  # eight experts of two owners; a third would make 24 groups
     assert shared_rows(given, mixture.layout) == [[0, 1, 3], [2, 4]]
     assert shared_rows(given, family_base("qwen3").layout) == [[0, 1, 2, 3, 4]]
+
+
+def test_gradients_of_several_owners_hold_no_memory_of_each_other(base: BaseModel) -> None:
+    stack, segments, h = stack_of(base), segments_of(owners_of(base)), tokens_of(base)
+    leaves = leaves_of(stack, segments)
+    out = ours(stack, h, *choice_of(stack, range(8)), segments)
+    for name, gradient in zip(leaves, torch.autograd.grad(out.sum(), list(leaves.values())), strict=True):
+        if gradient.dim() == 3:
+            assert gradient.untyped_storage().nbytes() == gradient.nbytes, name

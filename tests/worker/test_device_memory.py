@@ -106,7 +106,7 @@ def test_what_a_model_keeps_in_host_memory_is_not_planned_for_inputs_too(tmp_pat
         Config(training=TrainingConfig(planned_rank=0, full_state="compact-host")),
     )
     assert model.host == sizes.full("compact-host").host > 2**34
-    budget = divide_memory(beside_weights(80 * 2**30, [sizes]), 1, model, sizes.passes, config, on_gpu=True)
+    budget = divide_memory(beside_weights(80 * 2**30, [sizes], config), 1, model, sizes.passes, config, on_gpu=True)
     sizes = replace(sizes, max_context=2**20)
 
     def longest(host: int) -> int:

@@ -139,7 +139,8 @@ class BasePlan:
 def plan_base(sizes: Sizes, others: Sequence[Sizes], place: DevicePlace, config: Config, workers: int) -> BasePlan:
     """The plan of a base model beside the `others` of each worker, before their weights are loaded."""
     bases = (sizes, *others)
-    return plan_beside(beside_weights(place.free - place.reserve, bases), sizes, len(bases), place, config, workers)
+    left = beside_weights(place.free - place.reserve, bases, config)
+    return plan_beside(left, sizes, len(bases), place, config, workers)
 
 
 def plan_beside(left: int, sizes: Sizes, bases: int, place: DevicePlace, config: Config, workers: int) -> BasePlan:
@@ -366,7 +367,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     full, cache = sizes.full(state), _cache_of(planned)
     tokens, chunk = config.training.tokens_per_pass, config.training.logits_chunk
     longest, together = planned.longest, planned.together
-    left = beside_weights(place.free - place.reserve, [sizes]) - planned.budget.cache
+    left = beside_weights(place.free - place.reserve, [sizes], config) - planned.budget.cache
     beside = max(0, left - passes.bytes(tokens, chunk, passes.smallest))
     fit = beside // planned.model.training
     return Plan(

@@ -98,7 +98,7 @@ def estimated(config: Config) -> list[Fit]:
     workers = worker_count(config, usable=usable_gpus())
     bases = {name: size_of(source, config.models) for name, source in base_model_sources(config).items()}
     place = place_here(next(iter(bases.values())), look_around(), config, workers)
-    loads = beside_weights(place.free - place.reserve, bases.values()) > 0
+    loads = beside_weights(place.free - place.reserve, bases.values(), config) > 0
     rank, found = config.training.planned_rank, []
     trains = f"LoRA of rank {rank}" if rank else "all weights, float32"
     for name, sizes in bases.items():

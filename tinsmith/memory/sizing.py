@@ -1,12 +1,12 @@
 """Computes the memory of a base model and of training it from its configuration alone."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tinsmith.config import ModelsConfig
+from tinsmith.config import Config, ModelsConfig
 from tinsmith.memory.budget import FullBytes, ModelBytes, full_bytes, sharded_full_bytes, snapshot_bytes
 from tinsmith.memory.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.base import BaseModel, pick_device, pick_dtype
@@ -79,12 +79,14 @@ class Sizes:
         return sliced_pass_memory_of(self.layout, self.text_config, self.dtype, workers)
 
 
-def beside_weights(free: int, bases: Iterable[Sizes]) -> int:
-    """Return the bytes that all base models leave of `free`, with what decoding keeps of experts' adapters.
+def beside_weights(free: int, bases: Collection[Sizes], config: Config) -> int:
+    """Return the bytes that all base models leave of `free`, and the local sampler; negative if they do not fit."""
+    return free - sum(sizes.weight_bytes for sizes in bases) - column_bytes(bases, config)
 
-    It is negative if they do not fit.
-    """
-    return free - sum(sizes.weight_bytes + sizes.column_bytes for sizes in bases)
+
+def column_bytes(bases: Collection[Sizes], config: Config) -> int:
+    """Return what the local sampler may keep of experts' adapters."""
+    return sum(sizes.column_bytes for sizes in bases) if config.sampling.sampler == "local" else 0
 
 
 def loaded_sizes(base: BaseModel, parts: int) -> Sizes:

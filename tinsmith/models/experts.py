@@ -228,8 +228,26 @@ def _stacked(owners: Owners, number: int, rank: int) -> Tensor:
         else:
             missing = rank - own[0].rank
             sides = (0, 0, 0, missing) if number == 2 else (0, missing)
-            found.append(pad(own[0].own(number), sides) if missing else own[0].own(number))
+            matrices = own[0].own(number)
+            if missing or len(owners.factors) > 1:
+                compute: Any = _WithOwnGradient.apply
+                matrices = compute(matrices)
+            if missing:
+                matrices = pad(matrices, sides)
+            found.append(matrices)
     return found[0] if len(found) == 1 else torch.stack(found, 1).flatten(0, 1)
+
+
+class _WithOwnGradient(torch.autograd.Function):
+    """A matrix whose gradient is no view: otherwise the padded ones of all owners live as long as one of them."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        return matrix.view_as(matrix)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return (grads[0].clone(memory_format=torch.contiguous_format),)
 
 
 def _added(out: Tensor, inside: Tensor, owners: Owners) -> Tensor:

@@ -76,14 +76,15 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
             "base models go into the host's memory: nothing is trained, and what vLLM servers "
             "compute is compared with them"
         )
+    if config.sampling.sampler == "vllm":
+        for name, source in base_model_sources(config).items():
+            require_sampled_by_vllm(name, source)
     bases: dict[str, BaseModel] = {}
     files, on_host = dict[str, str](), dict[str, bool]()
     for name, source in base_model_sources(config).items():
         begin()
         started = time.monotonic()
         log.info("loading %s from %s ...", name, source)
-        if config.sampling.sampler == "vllm":
-            require_sampled_by_vllm(name, source)
         # Files that change now are not what has passed
         files[name], on_host[name] = _state_of(source), stays_on_host(source, config)
         base = bases[name] = load_base_model(name, source, loading, features, on_host[name])

@@ -8,7 +8,7 @@ import torch
 from tinsmith.config import Config
 from tinsmith.memory.budget import CacheSizes
 from tinsmith.memory.plan import DevicePlace, plan_beside
-from tinsmith.memory.sizing import loaded_sizes
+from tinsmith.memory.sizing import column_bytes, loaded_sizes
 from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import free_memory
 from tinsmith.training.parallel.process_group import ProcessGroup
@@ -29,7 +29,7 @@ class DeviceMemory:
         place = DevicePlace(str(device), on_gpu, free_memory(device) if on_gpu else self.host, total, self.host)
         workers = group.count if group else 1
         sizes = {name: loaded_sizes(base, workers if config.shards_weights else 1) for name, base in bases.items()}
-        left = place.free - place.reserve - sum(own.column_bytes for own in sizes.values())
+        left = place.free - place.reserve - column_bytes(sizes.values(), config)
         self.plans = {name: plan_beside(left, own, len(bases), place, config, workers) for name, own in sizes.items()}
 
     def cache_sizes(self, name: str) -> CacheSizes:
