@@ -66,6 +66,11 @@ PIXELS = 64
 """Width and height of the image in pixels; the model's processor may enlarge it."""
 ROUNDED = 0.05
 """Normal mean difference over a sequence in bfloat16: logits from 16 to 32 are rounded to multiples of 0.125."""
+ROUTED = 0.5
+"""The same of a mixture of experts, where rounding sends some tokens to other experts.
+
+With two experts a token, two correct computations of random models were up to 0.32 apart.
+"""
 OTHERWISE = "transformers computes other log-probabilities"
 DECODING = "decoding with a cache gives other log-probabilities than a full forward pass"
 """Faults of a model that fails, in either form of the check."""
@@ -165,7 +170,9 @@ def _allowed(base: BaseModel, probes: list[Probe], reference: list[Tensor], ours
     with rounded_otherwise(base.network if exact else base.language_model):
         other = [_transformers_logprobs(base, probe, "sdpa") for probe in probes]
     noise = _difference(base, reference, other)
-    return max(EXACT, EXACT_NOISE * noise) if exact else max(ROUNDED, NOISE * noise)
+    if exact:
+        return max(EXACT, EXACT_NOISE * noise)
+    return max(ROUTED if base.layout.experts else ROUNDED, NOISE * noise)
 
 
 def _compare(base: BaseModel, what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], allowed: float) -> None:
