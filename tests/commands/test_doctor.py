@@ -185,6 +185,11 @@ def test_a_refused_model_and_a_port_or_directory_that_cannot_be_had_are_missing(
     )
 
 
+def test_a_mixture_of_experts_lacks_a_sampler_with_vllm(family_dir: FamilyDir, tmp_path: Path) -> None:
+    arguments = ("--base-model", f"tiny={family_dir('qwen3_moe')}", "--sampler", "vllm", "--vllm-url", "http://[::1]:9")
+    assert "tiny missing --sampler vllm: tiny (qwen3_moe) is a mixture" in doctor(tmp_path, *arguments, lacks="tiny")
+
+
 def test_the_supported_versions_are_those_of_the_package() -> None:
     wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
     supported = {

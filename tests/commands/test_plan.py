@@ -309,8 +309,11 @@ DIVIDED = ["--workers", "2", "--memory-gib", "80", "--shard", "weights"]
 def test_workers_that_a_server_would_refuse_are_not_planned(
     family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = str(family_dir("qwen3"))
+    directory, mixture = (str(family_dir(family)) for family in ("qwen3", "qwen3_moe"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    ran = CliRunner().invoke(app, ["plan", mixture, "--sampler", "vllm"])
+    assert isinstance(ran.exception, ConfigError)
+    assert str(ran.exception).startswith(f"--sampler vllm: {mixture} (qwen3_moe) is a mixture of experts")
     for options, refused in (
         (["--workers", "2"], "--workers 2: there are 1 GPUs"),
         (["--workers", "2", "--sampler", "vllm"], "--workers 2: there are 1 GPUs"),

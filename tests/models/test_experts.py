@@ -27,7 +27,7 @@ from tinsmith.models.batched_lora import BareRows, BatchedAdapters
 from tinsmith.models.decoder import ExpertMLP, recomputed
 from tinsmith.models.experts import ExpertStack, mix_bare
 from tinsmith.models.experts import owners_of as owners_of_row
-from tinsmith.models.lora import Adapter, Segment
+from tinsmith.models.lora import Adapter, Segment, experts_of
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering import packing
@@ -91,7 +91,7 @@ def loop(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor, segment
     rows = []
     for segment in segments:
         adapter = segment.adapter
-        factors = None if adapter is None else adapter.experts(stack.name)
+        factors = None if adapter is None else experts_of(adapter, stack.name)
         for token in range(segment.start, segment.end):
             x, total = h[token], torch.zeros_like(h[token])
             for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):

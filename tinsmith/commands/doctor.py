@@ -170,7 +170,7 @@ def _address(config: Config) -> Iterator[Finding]:
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     """Sizes of each base model, and whether all fit."""
     from tinsmith.memory.plan import place_here, plan_base  # here, because these import transformers
-    from tinsmith.memory.sizing import size_of
+    from tinsmith.memory.sizing import require_sampler, size_of
     from tinsmith.models.base import loading_of
 
     workers = _count(config, machine)
@@ -181,9 +181,9 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
         unreadable: list[Exception] = []  # by transformers, or it cannot be fetched
         with reported((ConfigError, OSError, ValueError), unreadable.append):
             if not wrong:
-                known[name] = replace(
-                    size_of(source, loading_of(config)), parts=workers if config.shards_weights else 1
-                )
+                sizes = size_of(source, loading_of(config))
+                require_sampler(name, sizes.layout, config)
+                known[name] = replace(sizes, parts=workers if config.shards_weights else 1)
                 _load_all_but_weights(source)
         yield from (Finding(name, "missing", str(error).splitlines()[0]) for error in unreadable)
     if not known:

@@ -25,7 +25,7 @@ from tinsmith.memory.budget import (
     reserve_of,
 )
 from tinsmith.memory.pass_memory import PassMemory, Recomputation
-from tinsmith.memory.sizing import Sizes, beside_weights, size_of
+from tinsmith.memory.sizing import Sizes, beside_weights, require_sampler, size_of
 from tinsmith.models.full import FullState
 from tinsmith.models.layout import Group
 from tinsmith.models.machine import Machine, look_around
@@ -354,6 +354,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         place = DevicePlace(
             "a GPU (--memory-gib)", True, int(config.models.memory_share * memory), memory, host_free=memory
         )
+    require_sampler(name, sizes.layout, config)
     modes = plan_modes(sizes, place, config, rank, workers)
     if config.shards_weights:
         if not can_be_sharded(sizes):

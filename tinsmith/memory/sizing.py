@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tinsmith.config import Config, ModelsConfig
+from tinsmith.errors import ConfigError
 from tinsmith.memory.budget import FullBytes, ModelBytes, full_bytes, sharded_full_bytes, snapshot_bytes
 from tinsmith.memory.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.base import BaseModel, pick_device, pick_dtype
@@ -77,6 +78,16 @@ class Sizes:
     def passes_of_slices(self, workers: int) -> PassMemory:
         """Return each worker's memory for a sequence that all compute together."""
         return sliced_pass_memory_of(self.layout, self.text_config, self.dtype, workers)
+
+
+def require_sampler(name: str, layout: Layout, config: Config) -> None:
+    """Raise ConfigError if the configured sampler cannot sample a base model. Its weights need not be there."""
+    if config.sampling.sampler == "vllm" and layout.experts:
+        raise ConfigError(
+            f"--sampler vllm: {name} ({layout.family.model_type}) is a mixture of experts, and how vLLM applies "
+            "adapters to experts was not compared with the trainer; serve it with --sampler local, or train alone "
+            "with --sampler none"
+        )
 
 
 def beside_weights(free: int, bases: Collection[Sizes], config: Config) -> int:

@@ -27,7 +27,7 @@ from tinsmith.models.fused import Before, Normed, swiglu
 from tinsmith.models.grouped_product import grouped_product
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
-from tinsmith.models.lora import LORA_ALPHA, Adapter
+from tinsmith.models.lora import LORA_ALPHA, Adapter, experts_of
 from tinsmith.models.packed_lora import Adapters
 
 FEWEST = 32
@@ -196,7 +196,7 @@ class BatchedAdapters:
                     targets += (a, b)
                     sources += pair
         for name, mixture in self.experts.items():
-            places, factors = mixture.places(start, start + adapter.shape.rank), adapter.experts(name)
+            places, factors = mixture.places(start, start + adapter.shape.rank), experts_of(adapter, name)
             if factors is None:
                 torch._foreach_zero_(places)
             else:

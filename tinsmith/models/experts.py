@@ -22,7 +22,7 @@ from torch.nn.functional import linear, pad, softmax
 from tinsmith.models.fused import swiglu, swiglu_backward
 from tinsmith.models.grouped_product import grouped_product, outer_product, transposed_product
 from tinsmith.models.layers import Experts
-from tinsmith.models.lora import ExpertFactors, Segment
+from tinsmith.models.lora import ExpertFactors, Segment, experts_of
 
 RANKS = 8
 """Ranks are padded to multiples of it: grouped products in half precision read 16 bytes at a time."""
@@ -274,7 +274,7 @@ def owners_of(name: str, segments: Sequence[Segment], known: dict[tuple[int, ...
     spans = []
     for segment in segments:
         adapter = segment.adapter
-        own = None if adapter is None else adapter.experts(name)
+        own = None if adapter is None else experts_of(adapter, name)
         owner = 0 if own is None else id(adapter)
         if owner not in numbers:
             numbers[owner] = len(factors)

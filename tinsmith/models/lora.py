@@ -143,16 +143,6 @@ class Adapter:
             self._stacks[projection.name] = _stack(self, projection, names) if names else None
         return self._stacks[projection.name]
 
-    def experts(self, name: str) -> ExpertFactors | None:
-        """Its working matrices of the mixture of experts of this name; None if it covers nothing of it."""
-        found = [self.working.get(f"{name}.{part}_proj") for part in ("gate", "up", "down")]
-        gate, up, down = found
-        if gate is None or up is None or down is None:
-            if any(pair is not None for pair in found):
-                raise ValueError(f"an adapter covers only some of gate, up and down of {name}")
-            return None
-        return ExpertFactors(gate, up, down)
-
     def refresh(self) -> None:
         """Make the working copies equal to the masters again."""
         if self.flat_working.dtype != self.flat.dtype:
@@ -203,6 +193,17 @@ class Adapter:
     def parameter_count(self) -> int:
         """Number of trained parameters."""
         return self.flat.numel()
+
+
+def experts_of(adapter: Adapter, name: str) -> ExpertFactors | None:
+    """The working matrices of an adapter for the mixture of experts of this name; None if it covers nothing of it."""
+    found = [adapter.working.get(f"{name}.{part}_proj") for part in ("gate", "up", "down")]
+    gate, up, down = found
+    if gate is None or up is None or down is None:
+        if any(pair is not None for pair in found):
+            raise ValueError(f"an adapter covers only some of gate, up and down of {name}")
+        return None
+    return ExpertFactors(gate, up, down)
 
 
 @torch.no_grad()

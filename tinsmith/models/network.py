@@ -26,7 +26,7 @@ from tinsmith.models.families import Family
 from tinsmith.models.full import FullWeights
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import LoraTarget, Projection
-from tinsmith.models.lora import ExpertFactors, Segment
+from tinsmith.models.lora import ExpertFactors, Segment, experts_of
 from tinsmith.models.packed_lora import SegmentAdapters
 
 ATTENTION = "tinsmith"
@@ -302,7 +302,7 @@ def _forward_experts(
     found = []
     for segment in active.segments or [Segment(0, len(hidden), None)]:
         own = slice(segment.start, segment.end)
-        factors = None if segment.adapter is None else segment.adapter.experts(name)
+        factors = None if segment.adapter is None else experts_of(segment.adapter, name)
         merged = module
         if segment.adapter is not None and factors is not None:
             merged = _with_parameters(module, _merged(module, factors, segment.adapter.scale))

@@ -19,7 +19,7 @@ from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
 from tinsmith.kernels.compiled import digest_of_sources
 from tinsmith.memory.budget import GIB, computes_together
-from tinsmith.memory.sizing import size_of
+from tinsmith.memory.sizing import require_sampler, size_of
 from tinsmith.models.base import BaseModel, load_base_model, loading_of, loading_to_compare, pick_device
 from tinsmith.models.files import local_directory
 from tinsmith.models.fingerprint import state_of_files
@@ -76,9 +76,9 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
             "base models go into the host's memory: nothing is trained, and what vLLM servers "
             "compute is compared with them"
         )
-    if config.sampling.sampler == "vllm":
-        for name, source in base_model_sources(config).items():
-            require_sampled_by_vllm(name, source)
+    for name, source in base_model_sources(config).items():
+        if config.sampling.sampler == "vllm":
+            require_sampler(name, read_layout(source), config)
     bases: dict[str, BaseModel] = {}
     files, on_host = dict[str, str](), dict[str, bool]()
     for name, source in base_model_sources(config).items():
@@ -103,17 +103,6 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
         begin()
         _check(base, config, files[name], config.sampling.sampler == "local", on_host[name])
     return bases
-
-
-def require_sampled_by_vllm(name: str, source: str) -> None:
-    """Raise ConfigError if vLLM servers cannot sample a base model, before its weights are read."""
-    layout = read_layout(source)
-    if layout.experts:
-        raise ConfigError(
-            f"--sampler vllm: {name} ({layout.family.model_type}) is a mixture of experts, and how vLLM applies "
-            "adapters to experts was not compared with the trainer; serve it with --sampler local, or train alone "
-            "with --sampler none"
-        )
 
 
 def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, BaseModel]:
