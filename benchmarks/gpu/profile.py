@@ -10,6 +10,7 @@ profiler, which makes Python slower: it says where time goes, not how much.
 - images    Qwen3-VL-4B, 8 new images
 - decode    a step of the sampler, Qwen3-1.7B, 64 requests, half of them with an adapter
 - decode_hybrid  the same of Qwen3.5-4B, without an adapter; decode_rl: with 256 requests, all with an adapter
+- decode_experts  the same of Qwen3-30B-A3B, 64 requests, half of them with an adapter
 - alone     a step of the sampler, Qwen3-1.7B, with one request
 
     python -m benchmarks.gpu.profile --parts lora,decode
@@ -26,7 +27,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.measuring import DEVICE, Figures, begin, finish, isolated, release, say
-from benchmarks.gpu.sampling import ALONE, HYBRID, MANY, Load, Requests, adapter_of, sampler_of, stepped
+from benchmarks.gpu.sampling import ALONE, EXPERTS, HYBRID, MANY, Load, Requests, adapter_of, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, network_of
 from benchmarks.gpu.training import (
     LENGTH,
@@ -42,7 +43,7 @@ from benchmarks.gpu.training import (
 )
 from tinsmith.models.base import BaseModel
 
-PARTS = ("lora", "hybrid", "mixed", "full", "images", "decode", "decode_hybrid", "decode_rl", "alone")
+PARTS = ("lora", "hybrid", "mixed", "full", "images", "decode", "decode_hybrid", "decode_rl", "decode_experts", "alone")
 LONGEST = 28
 """So many kernels, and so many functions, are listed."""
 LONGEST_GAPS = 12
@@ -177,6 +178,7 @@ def main() -> None:
         "decode": partial(decoding, MANY[0]),
         "decode_hybrid": partial(decoding, HYBRID[0], "Qwen3.5-4B"),
         "decode_rl": partial(decoding, Load("rl", 256, with_adapter=256), "Qwen3.5-4B"),
+        "decode_experts": partial(decoding, EXPERTS[1], "30B-A3B"),
         "alone": partial(decoding, ALONE),
     }
     for part in asked.parts:

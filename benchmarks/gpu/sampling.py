@@ -5,7 +5,8 @@ Tokens per second count the sampled tokens, from the first request to the last a
 
 - 1.7B     Qwen3-1.7B, 64 and 256 requests of 128 tokens that get 512, half with an adapter of rank 32; and one alone
 - 4B       Qwen3-4B, one request alone
-- hybrid   Qwen3.5-4B, 64 requests of 128 tokens that get 512 each
+- hybrid   Qwen3.5-4B, 64 and 256 requests of 128 tokens that get 512 each
+- experts  Qwen3-30B-A3B, 64 requests of 128 tokens that get 512 each, none with an adapter and half of them
 - latency  Qwen3-1.7B, 64 requests running: time to the first token of a prompt of 2,048, and between tokens of the 64
 - publish  Qwen3-1.7B: from a trained adapter of rank 32 to the first token sampled with it
 - served   Qwen3-1.7B, 64 requests as above and publishing, through the SDK and the server
@@ -33,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.measuring import (
     DEVICE,
@@ -63,7 +65,7 @@ from tinsmith.wire.chunks import TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
-PARTS = ("1.7B", "4B", "hybrid", "latency", "publish", "served", "deterministic")
+PARTS = ("1.7B", "4B", "hybrid", "experts", "latency", "publish", "served", "deterministic")
 SIDES = ("ours", "vllm")
 RANK = 32
 PROMPT, ANSWER = (16, 24) if TINY else (128, 512)
@@ -86,7 +88,8 @@ class Load:
 
 MANY = [Load("64", 8 if TINY else 64, 4 if TINY else 32), Load("256", 16 if TINY else 256, 8 if TINY else 128)]
 ALONE = Load("alone", 1)
-HYBRID = [Load("64", 8 if TINY else 64)]
+HYBRID = [Load("64", 8 if TINY else 64), Load("256", 16 if TINY else 256)]
+EXPERTS = [Load("bare", 8 if TINY else 64), MANY[0]]
 
 
 class Requests:
@@ -239,10 +242,10 @@ def vllm(shape: str, loads: Sequence[Load]) -> Iterator[tuple[str, Figures]]:
 def _write_for_vllm(shape: str, model: Path, adapter: Path | None) -> None:
     """A directory without weights that vLLM can load, and the adapter as PEFT keeps it."""
     config = configuration(shape)
-    network = network_of(config)
-    config.architectures = [type(network).__name__]
+    with torch.device("meta"):
+        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
     if adapter:
-        base = base_of(config, network)
+        base = base_of(config)
         write_peft(adapter_of(base), base.layout, "bench", adapter)
     if shape == "Qwen3.5-4B":  # vLLM has this language model only inside of the one with images
         from transformers import Qwen3_5Config
@@ -450,7 +453,16 @@ class Script:
             case "4B":
                 self.both("4B", [ALONE], {"alone": "1.4"})
             case "hybrid":
-                self.both("Qwen3.5-4B", HYBRID, {"64": "1.0"})
+                self.both("Qwen3.5-4B", HYBRID, {"64": "1.0", "256": "1.0"})
+            case "experts":
+                self.case("30B-A3B", "ours", partial(ours, "30B-A3B", EXPERTS))
+                self.case("30B-A3B", "vllm", partial(vllm, "30B-A3B", EXPERTS[:1]))
+                bare, adapted, rival = (
+                    self.found.get(f"30B-A3B/{name}", {}) for name in ("ours/bare", "ours/64", "vllm/bare")
+                )
+                figure("sampling_experts", adapted.get("tokens_per_s"), "at least 3,500 tokens per second on an H200")
+                figure("adapters_of_experts", ratio(adapted, bare), "at least 0.8 of the same without adapters")
+                figure("sampling_experts_bare", ratio(bare, rival), "at least 1.0 times vLLM")
             case "latency":
                 found = isolated("latency", latency, self.asked.budget)
                 figure(

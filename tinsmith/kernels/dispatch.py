@@ -23,6 +23,7 @@ Kernels = Literal[
     "convolution",
     "delta_rule",
     "delta_step",
+    "experts",
     "gates",
     "logits",
     "lora",
@@ -44,6 +45,7 @@ SERVED: dict[Kernels, tuple[torch.dtype, ...]] = {
     # attention to blocks of a cache, see `on_paged_kernel`; sampling/local/cached_attention.py
     "paged_attention": HALF,
     "lora": HALF,  # each row with its own adapter; models/batched_lora.py
+    "experts": HALF,  # mixtures of experts of a decoding step, with such adapters; models/batched_lora.py
     "one_row": HALF,  # multiplication of a single row; models/joined_linear.py
     "delta_step": (*HALF, torch.float32),  # one token of each row through a delta net; sampling/local/states.py
     "choose": (torch.float32, torch.int32),  # the next token, from its logits or their order; sampling/choose.py

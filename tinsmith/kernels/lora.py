@@ -40,46 +40,60 @@ def add_adapters(
     `output_tiles`, and have at most `widest` outputs. The scale is `alpha` by the rank, the number of a row's columns.
     Nothing is read on the host.
     """
+    expand(y, columns, b, reduce(with_plain_rows(x), columns, a), tiles, len(a), widest, alpha)
+
+
+def reduce(x: Tensor, columns: Tensor, a: Tensor) -> Tensor:
+    """X A^T in parts [splits, rows, targets · columns] float32 to be added up; of a row its own columns at least."""
     rows, inputs = x.shape
     width = a.shape[1]
-    x = with_plain_rows(x)
     row_tile = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     share = max(SHARE, triton.cdiv(triton.cdiv(inputs, SPLITS), STEP) * STEP)
     splits = triton.cdiv(inputs, share)
-    row_tiles = triton.cdiv(rows, row_tile)
     reduced = torch.empty(splits, rows, len(a) * width, dtype=torch.float32, device=x.device)
-    overlaps = overlapping(x.device, rows)
-    reduce: Any = _reduce
-    reduce[(len(a) * width // CHUNK, row_tiles, splits)](
+    launch: Any = _reduce
+    launch[(len(a) * width // CHUNK, triton.cdiv(rows, row_tile), splits)](
         *(x, a, columns, reduced, rows, x.stride(0), columns.stride(0), inputs, width, len(a), share),
-        **{"ROWS": row_tile, "CHUNK": CHUNK, "STEP": STEP, "num_warps": 4, "num_stages": 3, **overlaps},
+        ROWS=row_tile,
+        CHUNK=CHUNK,
+        STEP=STEP,
+        num_warps=4,
+        num_stages=3,
+        **overlapping(x.device, rows),
     )
-    expand: Any = _expand
-    row_tile = min(MOST_EXPANDED, row_tile)
+    return reduced
+
+
+def expand(
+    y: Tensor, columns: Tensor, b: Tensor, reduced: Tensor, tiles: Tensor, targets: int, widest: int, alpha: float
+) -> None:
+    """Add to y [rows, out] the sum of `reduced` [splits, rows, targets · columns] times B^T and the rows' scale."""
+    rows, width = len(y), b.shape[1]
+    row_tile = min(MOST_EXPANDED, max(16, triton.next_power_of_2(rows)))
     row_tiles = triton.cdiv(rows, row_tile)
     # Programs for whole tiles read less of what is reduced, but only many rows and outputs make enough of them.
     parts = 1 if len(tiles) * row_tiles >= ENOUGH else PARTS
     sizes = {
         "ALPHA": alpha,
-        "SPLITS": splits,
+        "SPLITS": len(reduced),
         "ROWS": row_tile,
         "CHUNK": CHUNK,
         "OUTPUTS": widest // parts,
         "PARTS": parts,
     }
-    expand[(len(tiles) * parts, row_tiles)](
-        *(y, b, columns, reduced, tiles, rows, y.stride(0), columns.stride(0), width, len(a)),
+    launch: Any = _expand
+    launch[(len(tiles) * parts, row_tiles)](
+        *(y, b, columns, reduced, tiles, rows, y.stride(0), columns.stride(0), width, targets),
         **sizes,
         num_warps=4,
         num_stages=2,
-        **overlaps,
+        **overlapping(y.device, rows),
     )
 
 
 @triton.jit
-def _columns_of(columns: tl.tensor, row: tl.tensor, rows: tl.tensor, stride: tl.tensor) -> tl.tuple:
-    """The columns [start, end) of rows, and those that some of them has: from the first to the last."""
-    inside = row < rows
+def columns_of(columns: tl.tensor, row: tl.tensor, inside: tl.tensor, stride: tl.tensor) -> tl.tuple:
+    """The columns [start, end) of the rows inside, and those that some of them has: from the first to the last."""
     start = tl.load(columns + row * stride, mask=inside, other=0).to(tl.int32)
     end = tl.load(columns + row * stride + 1, mask=inside, other=0).to(tl.int32)
     first = tl.min(tl.where(start < end, start, 2**30), 0)
@@ -112,7 +126,7 @@ def _reduce(
     chunk = tl.program_id(0) * CHUNK  # in all targets
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
-    start, end, _, _ = _columns_of(columns, row, rows, columns_stride)
+    start, end, _, _ = columns_of(columns, row, row < rows, columns_stride)
     column = chunk % width
     needed = tl.max(((start < end) & (start < column + CHUNK) & (end > column)).to(tl.int32), 0)
     if needed > 0:
@@ -162,7 +176,7 @@ def _expand(
     output = tl.load(tiles + tile + 1) + tl.program_id(0) % PARTS * OUTPUTS + tl.arange(0, OUTPUTS)
     last_output = tl.load(tiles + tile + 2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    start, end, first, last = _columns_of(columns, row, rows, columns_stride)
+    start, end, first, last = columns_of(columns, row, row < rows, columns_stride)
     if first < last:
         inside = (row < rows)[:, None] & (output < last_output)[None, :]
         own_y = y + row[:, None].to(tl.int64) * y_stride + output[None, :]

@@ -78,6 +78,8 @@ class ExpertMatrices:
     """[experts, columns, width]: the A's of down"""
     outer: Tensor
     """[hidden, columns]: the B of down"""
+    tiles: Tensor
+    """[tiles, 3] of `output_tiles`, of `outer`."""
 
     def places(self, start: int, end: int) -> tuple[Tensor, ...]:
         """Views of these columns: A and B of gate, of up and of down, as `ExpertFactors` has them."""
@@ -179,7 +181,8 @@ class BatchedAdapters:
             (down.experts, columns, down.in_features),
             (down.out_features, columns),
         )
-        return ExpertMatrices(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes))
+        a, b, inner, outer = (torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        return ExpertMatrices(a, b, inner, outer, output_tiles([(0, down.out_features)], self.device))
 
     @torch.no_grad()
     def _write(self, adapter: Adapter, start: int) -> None:
@@ -214,7 +217,7 @@ class RowAdapters(Adapters):
         self.columns = columns
         some = next(iter(self.matrices.values()), None)
         self._uses_kernels = some is not None and on_kernels("lora", some.a)
-        if some is not None and (self.experts or not self._uses_kernels):
+        if some is not None and not self._uses_kernels:
             column = torch.arange(batched.columns, device=columns.device)
             start, end = columns.unsqueeze(-1).unbind(1)  # [rows, 1] each
             self._own = (column >= start) & (column < end)  # [rows, columns]
@@ -234,10 +237,19 @@ class RowAdapters(Adapters):
             self._add(y, x, matrices)
         return y
 
+    def route(self, stack: ExpertStack, h: Tensor) -> tuple[Tensor, Tensor]:
+        return route_rows(stack, h)
+
     def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         matrices = self.experts.get(stack.name)
         if matrices is None:
-            return mix_bare(stack, h, weights, chosen)
+            return mix_rows(stack, h, weights, chosen)
+        if self._uses_kernels:
+            from tinsmith.kernels import experts
+
+            own = (self.columns, matrices.a, matrices.b, matrices.inner, matrices.outer, matrices.tiles)
+            adapters = experts.RowMatrices(*own, OUTPUTS, LORA_ALPHA)
+            return experts.mix(h, weights, chosen, stack.gate_up, stack.down, adapters)
         pairs = pairs_of(stack.kind, chosen, None, 1)
         of_pairs = pairs.weights(weights)
         inner = grouped_product(pairs.copied(h), stack.gate_up, pairs.ends)  # [pairs, 2 · width]
@@ -283,14 +295,35 @@ def multiply(linear: JoinedLinear, x: Tensor) -> Tensor:
     return one_row.multiply(x, linear.weight, linear.bias)
 
 
+def route_rows(stack: ExpertStack, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the experts of rows h [rows, hidden] of a step as `ExpertStack.route` does; without gradients."""
+    if not on_kernels("experts", h):
+        return stack.route(h)
+    from tinsmith.kernels import experts
+
+    return experts.choose(torch.nn.functional.linear(h, stack.router), stack.kind.per_token, stack.kind.normalized)
+
+
+def mix_rows(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Compute the experts of rows h [rows, hidden] of a step, which have no adapters; without gradients."""
+    if not on_kernels("experts", h):
+        return mix_bare(stack, h, weights, chosen)
+    from tinsmith.kernels import experts
+
+    return experts.mix(h, weights, chosen, stack.gate_up, stack.down, None)
+
+
 class BareRows(Adapters):
     """The `Adapters` of rows that have none; without gradients."""
 
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         return multiply(linear, x)
 
+    def route(self, stack: ExpertStack, h: Tensor) -> tuple[Tensor, Tensor]:
+        return route_rows(stack, h)
+
     def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return mix_bare(stack, h, weights, chosen)
+        return mix_rows(stack, h, weights, chosen)
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         x, *others = inputs

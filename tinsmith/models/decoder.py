@@ -299,7 +299,7 @@ class ExpertMLP:
     def __call__(self, x: Tensor, delta: Tensor, norm: Norm, shared: Pass) -> tuple[Tensor, Tensor]:
         """Return the sum of x and delta [tokens, hidden], and the experts' output for its norm."""
         normed, total = norm.kind.with_sum(x, delta, norm.weight)
-        out = shared.adapters.mix(self.stack, normed, *self.stack.route(normed))
+        out = shared.adapters.mix(self.stack, normed, *shared.adapters.route(self.stack, normed))
         return total, out if self.shared_expert is None else out + self.shared_expert(normed, shared)
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "ExpertMLP":

@@ -30,11 +30,15 @@ class Adapters(ABC):
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """The layer with the adapters of the tokens: x [tokens, in] -> [tokens, out]."""
 
+    def route(self, stack: ExpertStack, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the experts of tokens h [tokens, hidden]; see `ExpertStack.route`."""
+        return stack.route(h)
+
     @abstractmethod
     def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """A mixture of experts with the adapters of the tokens: h [tokens, hidden] -> [tokens, hidden].
 
-        `weights` and `chosen` are those of `ExpertStack.route`.
+        `weights` and `chosen` are those of `route`.
         """
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
