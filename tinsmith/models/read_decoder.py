@@ -30,6 +30,7 @@ from tinsmith.models.joined_linear import JoinedLinear, join_linears
 from tinsmith.models.layers import Attention, DeltaNet, Experts
 from tinsmith.models.layout import Layout, is_silu
 from tinsmith.models.network import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm
+from tinsmith.models.quantized import matrices_of
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +154,8 @@ def _read_experts(language_model: Any, index: int, layout: Layout, kind: Experts
     name, number = f"layers.{index}.mlp", list(layout.experts).index(index)
     module = language_model.get_submodule(name)
     names = (f"{name}.gate.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
-    router, gate_up, down = (language_model.get_parameter(parameter) for parameter in names)
-    stack = ExpertStack(f"{name}.experts", kind, names, router, gate_up, down)
+    gate_up, down = (matrices_of(language_model, parameter) for parameter in names[1:])
+    stack = ExpertStack(f"{name}.experts", kind, names, language_model.get_parameter(names[0]), gate_up, down)
     if not kind.shared_width:
         _require_children(module, "gate", "experts")
         return lambda joined: ExpertMLP(number, stack, None)
