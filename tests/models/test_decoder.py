@@ -231,7 +231,7 @@ def test_packed_is_each_alone_and_no_nan_reaches_a_neighbour(name: str, dtype: t
     )
     rows, plan = (query, key, value), PackedPlan(lengths, torch.device(DEVICE), dtype)
     assert plan.is_dense(window) == dense
-    got = plan.attend(0, query, key, value, 0.3, window)
+    got = plan.attend(0, query, key, value, 0.3, window, None)
     exact = [x.detach().float().requires_grad_() for x in rows]
     expected = torch.cat(
         [alone(q, k, v, 0.3, window) for q, k, v in zip(*(x.split(lengths) for x in exact), strict=True)]
@@ -244,6 +244,6 @@ def test_packed_is_each_alone_and_no_nan_reaches_a_neighbour(name: str, dtype: t
     with torch.no_grad():
         for x in rows:
             x[: lengths[0]] = torch.nan
-    got = plan.attend(0, query, key, value, 0.3, window)
+    got = plan.attend(0, query, key, value, 0.3, window, None)
     for x in (got, *torch.autograd.grad(got, rows, torch.ones_like(got))):
         assert torch.isfinite(x[lengths[0] :]).all()

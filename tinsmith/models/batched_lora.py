@@ -22,8 +22,16 @@ from torch import Tensor
 
 from tinsmith.errors import UserError
 from tinsmith.kernels.dispatch import on_kernels
-from tinsmith.models.experts import ExpertStack, mix_bare, pairs_of
-from tinsmith.models.fused import Before, Normed, swiglu
+from tinsmith.models.experts import (
+    ExpertStack,
+    activate,
+    enter_experts,
+    gate_and_up,
+    mix_bare,
+    pairs_of,
+    with_biases,
+)
+from tinsmith.models.fused import Before, Normed
 from tinsmith.models.grouped_product import grouped_product
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
@@ -239,14 +247,14 @@ class RowAdapters(Adapters):
         if matrices is None:
             return mix_bare(stack, h, weights, chosen)
         pairs = pairs_of(stack.kind, chosen, None, 1)
-        of_pairs = pairs.weights(weights)
-        inner = grouped_product(pairs.copied(h), stack.gate_up, pairs.ends)  # [pairs, 2 · width]
-        for part, b, a in zip(inner.chunk(2, 1), matrices.b.chunk(2, 1), matrices.a, strict=True):
+        of_pairs, (gate_up, down) = pairs.weights(weights), stack.matrices
+        inner = enter_experts(pairs, chosen, h, gate_up, None if stack.biases is None else stack.biases.gate_up)
+        for part, b, a in zip(gate_and_up(stack.kind, inner), matrices.b.chunk(2, 1), matrices.a, strict=True):
             part += grouped_product(pairs.copied(self._own_of(h @ a.t())), b, pairs.ends)
-        activated = swiglu(inner)
-        out = pairs.summed(grouped_product(activated, stack.down, pairs.ends) * of_pairs)
+        activated = activate(stack.kind, inner)
+        out = pairs.summed(grouped_product(activated, down, pairs.ends) * of_pairs)
         inside = pairs.summed(grouped_product(activated, matrices.inner, pairs.ends) * of_pairs)
-        return out.addmm_(self._own_of(inside), matrices.outer.t())
+        return with_biases(stack, out, weights, chosen).addmm_(self._own_of(inside), matrices.outer.t())
 
     def _own_of(self, reduced: Tensor) -> Tensor:
         """Keep of each row [rows, columns] its own columns, times their scale."""

@@ -21,9 +21,10 @@ from tinsmith.models.decoder import (
     Norm,
     Rope,
     SharedExpert,
+    Sinks,
     head_weights,
 )
-from tinsmith.models.experts import ExpertStack
+from tinsmith.models.experts import ExpertBiases, ExpertStack
 from tinsmith.models.files import EXPERT_MODELS
 from tinsmith.models.fused import GatedNormed, Heads, Normed
 from tinsmith.models.joined_linear import JoinedLinear, join_linears
@@ -151,15 +152,19 @@ def _read_dense(language_model: Any, name: str, layout: Layout) -> Build:
 
 def _read_experts(language_model: Any, name: str, layout: Layout, kind: Experts) -> Build:
     module = language_model.get_submodule(name)
-    names = (f"{name}.gate.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
-    router, gate_up, down = (language_model.get_parameter(parameter) for parameter in names)
-    stack = ExpertStack(f"{name}.experts", kind, names, router, gate_up, down)
+    gate = "gate" if kind.clamped is None else "router"
+    names = (f"{name}.{gate}.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
+    if kind.clamped is not None:
+        names += (f"{name}.router.bias", f"{name}.experts.gate_up_proj_bias", f"{name}.experts.down_proj_bias")
+    router, gate_up, down, *biases = (language_model.get_parameter(parameter) for parameter in names)
+    own = ExpertBiases(*biases) if biases else None
+    stack = ExpertStack(f"{name}.experts", kind, names, router, gate_up, down, own)
     if not kind.shared_width:
-        _require_children(module, "gate", "experts")
+        _require_children(module, gate, "experts")
         return lambda joined: ExpertMLP(stack, None)
     _require_children(module, "gate", "experts", "shared_expert", "shared_expert_gate")
-    dense, gate = _read_dense(language_model, f"{name}.shared_expert", layout), f"{name}.shared_expert_gate"
-    return lambda joined: ExpertMLP(stack, SharedExpert(dense(joined), joined[gate]))
+    dense, weigh = _read_dense(language_model, f"{name}.shared_expert", layout), f"{name}.shared_expert_gate"
+    return lambda joined: ExpertMLP(stack, SharedExpert(dense(joined), joined[weigh]))
 
 
 def _read_attention(model_type: str, language_model: Any, index: int, kind: Attention) -> Build:
@@ -189,6 +194,7 @@ def _read_attention(model_type: str, language_model: Any, index: int, kind: Atte
     shape = Heads(heads, kind.kv_heads, kind.head_dim, gated, norm_kind.eps, norm_kind.zero_centred)
     # Mistral's attention reads its window from the configuration; the others that have one keep it themselves.
     window_of = module if hasattr(module, "sliding_window") else module.config if model_type == "mistral" else None
+    sinks = Sinks(f"{name}.sinks", module.sinks) if kind.sinks else None
     return lambda joined: AttentionBlock(
         index,
         joined[f"{name}.qkv"],
@@ -198,6 +204,7 @@ def _read_attention(model_type: str, language_model: Any, index: int, kind: Atte
         head_weights(norms, shape),
         float(module.scaling),
         window_of,
+        sinks,
     )
 
 

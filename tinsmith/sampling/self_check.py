@@ -258,7 +258,16 @@ class LayerCheck:
         self.kinds = kinds
         self.followed: list[tuple[int, str]] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         self.followed.append((layer, "attend"))
         kind = self.kinds[layer]
         if not isinstance(kind, Attention):
@@ -270,7 +279,9 @@ class LayerCheck:
                     f"its {name} have {tensor.shape[1]} heads of width {tensor.shape[2]}, "
                     f"its configuration says {expected}"
                 )
-        return self.plan.attend(layer, query, key, value, scale, window)
+        if (sinks is not None) != kind.sinks:
+            raise ConfigError(f"layer {layer} attends with sinks or without, its configuration says otherwise")
+        return self.plan.attend(layer, query, key, value, scale, window, sinks)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         self.followed.append((layer, "convolve"))

@@ -52,7 +52,7 @@ def test_pieces_give_what_the_whole_gives(head_dim: int, dtype: torch.dtype, win
         q, k, v = (
             torch.cat([x[w.start : w.end] for x, w in zip(xs, windows, strict=True)]) for xs in (query, key, value)
         )
-        out = CachedPlan(cache, windows).attend(0, q, k, v, SCALE, window)
+        out = CachedPlan(cache, windows).attend(0, q, k, v, SCALE, window, None)
         for own, piece in zip(parts, out.split([len(w) for w in windows]), strict=True):
             own.append(piece)
     bound = 1e-5 if dtype == torch.float32 else 2e-2
@@ -73,7 +73,7 @@ def test_a_piece_of_a_long_prompt_takes_no_memory_for_all_its_scores(monkeypatch
     monkeypatch.setattr(cached_attention, "scaled_dot_product_attention", counted)
     cache = KVCache(CacheShape((Attention(2, 8),), torch.float32, torch.device(DEVICE)), 20)
     query, key = (torch.randn(20, heads, 8, device=DEVICE) for heads in (4, 2))
-    CachedPlan(cache, [Window(cache.take(blocks_for(60)), 40, 60)]).attend(0, query, key, key, SCALE, None)
+    CachedPlan(cache, [Window(cache.take(blocks_for(60)), 40, 60)]).attend(0, query, key, key, SCALE, None, None)
     assert [(q.shape[1], k.shape[1], v.shape[1], gqa) for q, k, v, gqa in calls] == [(4, 4, 4, False)]
 
 
