@@ -225,12 +225,12 @@ class TiledAttention:
             scores = self._scores(q[..., rows, :], k[..., keys, :], unseen)
             lse[..., rows, :] = scores.logsumexp(-1, keepdim=True)
             out[..., rows, :] = (scores - lse[..., rows, :]).exp() @ v[..., keys, :]
-        return self._by_token(out), self._by_token(lse).squeeze(-1)
+        return self._by_token(out).to(query.dtype), self._by_token(lse).squeeze(-1)
 
     def backward(
         self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        of_rows = query, d_out, lse.unsqueeze(-1), (d_out * out).sum(-1, keepdim=True)
+        of_rows = query, d_out, lse.unsqueeze(-1), (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
         q, d, lse, product = (self._laid_out(x, key.shape[1]) for x in of_rows)
         k, v = (self._laid_out(x, key.shape[1]) for x in (key, value))
         d_query, d_key, d_value = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -241,11 +241,13 @@ class TiledAttention:
             # Heads of queries that share one of keys and values: the sum of what each gives
             d_key[..., keys, :] += (d_scores.mT @ q[..., rows, :]).sum(2, keepdim=True)
             d_value[..., keys, :] += (p.mT @ d[..., rows, :]).sum(2, keepdim=True)
-        return self._by_token(d_query), self._by_token(d_key), self._by_token(d_value)
+        d_query, d_key, d_value = (self._by_token(x).to(query.dtype) for x in (d_query, d_key, d_value))
+        return d_query, d_key, d_value
 
     def _laid_out(self, x: Tensor, kv_heads: int) -> Tensor:
-        """[tokens, heads, width] -> [sequences, kv_heads, heads of each, length, width]."""
-        return x.reshape(self.count, -1, kv_heads, x.shape[1] // kv_heads, x.shape[2]).permute(0, 2, 3, 1, 4)
+        """[tokens, heads, width] -> [sequences, kv_heads, heads of each, length, width], in float32 at least."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return wide.reshape(self.count, -1, kv_heads, x.shape[1] // kv_heads, x.shape[2]).permute(0, 2, 3, 1, 4)
 
     def _by_token(self, x: Tensor) -> Tensor:
         """The inverse of `_laid_out`."""
@@ -290,7 +292,7 @@ class _WithSinks(torch.autograd.Function):
         d_sinks = None
         if ctx.needs_input_grad[4]:
             share = (sinks.to(of_all.dtype) - of_all).exp()
-            d_sinks = -(share * (d_out * out).sum(-1, dtype=of_all.dtype)).sum(0).to(sinks.dtype)
+            d_sinks = -(share * (d_out.to(of_all.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
         return None, *ctx.attends.backward(d_out, query, key, value, out, of_all), d_sinks
 
 
@@ -300,10 +302,12 @@ def attend_to_all(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, sca
     keys and values [rows, kv_heads, places, head_dim], `seen` [rows, places] says which a row sees.
     """
     rows, kv_heads, places = keys.shape[:3]
-    folded = query.view(rows, kv_heads, -1, query.shape[2])
-    scores = (folded @ keys.mT * scale).masked_fill(~seen[:, None, None, :], -torch.inf)
-    of_sinks = sinks.view(1, kv_heads, -1, 1).expand(rows, -1, -1, 1).to(scores.dtype)
-    return (torch.cat([scores, of_sinks], -1).softmax(-1)[..., :places] @ values).flatten(1, 2)
+    exact = torch.promote_types(query.dtype, torch.float32)
+    folded = query.to(exact).view(rows, kv_heads, -1, query.shape[2])
+    scores = (folded @ keys.to(exact).mT * scale).masked_fill(~seen[:, None, None, :], -torch.inf)
+    of_sinks = sinks.to(exact).view(1, kv_heads, -1, 1).expand(rows, -1, -1, 1)
+    shares = torch.cat([scores, of_sinks], -1).softmax(-1)[..., :places]
+    return (shares @ values.to(exact)).flatten(1, 2).to(query.dtype)
 
 
 # Attention whose result for a token depends on what it sees alone, not on how many others are computed with it.

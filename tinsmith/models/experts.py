@@ -253,8 +253,9 @@ class _Mixed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kind: Experts = ctx.kind
-        of_order, (chosen, inner, h, weights, gate_up, down, bias, *lora) = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        pairs = Pairs(kind.per_token, *of_order)
+        saved = ctx.saved_tensors  # asked for once: a layer that is recomputed gives them once
+        pairs = Pairs(kind.per_token, *saved[:5])
+        chosen, inner, h, weights, gate_up, down, bias, *lora = saved[5:]
         wants_h, wants_weights, wants_gate_up, wants_down, wants_bias, *_ = ctx.needs_input_grad[3:]
         of_pairs = pairs.weights(weights)
         d_out = pairs.copied(grads[0])  # [pairs, hidden], without the router's weight, as all until `d_activated`

@@ -339,7 +339,8 @@ def _image_settings() -> dict[str, Any]:
 def _fill(network: PreTrainedModel, seed: int) -> None:
     """Fill in random matrices, zero biases, norms that multiply by one; the language model's last by `FINAL_NORM`.
 
-    GPT-OSS, of which few parts have no bias, gets random ones, and random sinks. The heads of a gated delta net forget at different speeds, with half-lives of one token to some hundred.
+    GPT-OSS, where most parts have a bias, gets random ones, and random sinks. The heads of a gated delta net forget at
+    different speeds, with half-lives of one token to some hundred.
     """
     generator = torch.Generator().manual_seed(seed)
     of_text = isinstance(network, Qwen3ForCausalLM | Qwen3MoeForCausalLM | GptOssForCausalLM)
