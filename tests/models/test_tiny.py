@@ -39,7 +39,7 @@ DIGESTS: dict[TinyKind, tuple[str, str]] = {
         "891a7e53fbbb73278d7b2f23e24611c4d6fbc579926d5c581396d88f301e945f",
     ),
     "gpt-oss": (
-        "916588f5b37025942fc9b8f12bed26392c4b84bf1b922724377cdb9f4a2ead38",
+        "0b1f240db64c878b794890ad92cedb9a41f9f3144c3fb3273c05845fd838c8fc",
         "f5ee44388037b3a8359c93d89e9a34b0fe5e1ad0c361dfb3706633a40972cf9f",
     ),
 }
@@ -110,7 +110,7 @@ def test_experts_are_in_the_files_as_the_family_publishes_them(tmp_path: Path, k
     write_tiny_model(kind, tmp_path, hidden=32, vocab=300)
     published = experts_as_published(kind, tmp_path)
     shapes = [tuple(published[name].shape) for name in EXPERTS]
-    assert shapes == ([(8, 32, 48), (8, 24, 32)] if kind == "gpt-oss" else [(8, 48, 32), (8, 32, 24)])
+    assert shapes == ([(8, 32, 96), (8, 48, 32)] if kind == "gpt-oss" else [(8, 48, 32), (8, 32, 24)])
 
     auto: Any = AutoModelForCausalLM if kind in TEXT_ONLY else AutoModelForImageTextToText
     network, base = auto.from_pretrained(tmp_path), load(tmp_path)

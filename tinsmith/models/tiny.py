@@ -256,7 +256,7 @@ def _text_config(hidden: int, layers: int, vocab: int, tokenizer: Any) -> dict[s
 def _gpt_oss_config(text: dict[str, Any]) -> dict[str, Any]:
     rope = _rope(rope_type="yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
     rope["original_max_position_embeddings"] = CONTEXT // 4
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 3 * text["hidden_size"] // 4}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 3 * text["hidden_size"] // 2}
     return {**text, **experts, "sliding_window": WINDOW, "tie_word_embeddings": False, "rope_parameters": rope}
 
 

@@ -39,6 +39,7 @@ from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.layers import Experts
 from tinsmith.models.layout import GROUPS, HEAD_WEIGHT, LM_HEAD, Layout, LoraTarget
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, adapter_of, new_adapter
+from tinsmith.models.mxfp4 import unpacked_shapes
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.peft_config import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, require_peft
 from tinsmith.training.peft_experts import (
@@ -311,9 +312,9 @@ def _name_apart(name: str, base: Layout) -> str:
 
 
 def _stored_shapes(source: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in the safetensors files of a model, if it has any, by name."""
+    """Return the shapes of the parameters in the safetensors files of a model, if it has any, by name."""
     directory = local_directory(source)
-    return {} if directory is None else _shapes_in(directory)
+    return {} if directory is None else unpacked_shapes(_shapes_in(directory))
 
 
 def _shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
