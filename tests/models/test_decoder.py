@@ -238,7 +238,8 @@ def test_packed_is_each_alone_and_no_nan_reaches_a_neighbour(
     query, key, value, weights = (
         torch.randn(size, generator=generator).to(DEVICE, dtype).requires_grad_() for size in sizes
     )
-    rows, plan = (query, key, value), PackedPlan(lengths, torch.device(DEVICE), dtype)
+    rows: tuple[Tensor, ...] = (query, key, value)
+    plan = PackedPlan(lengths, torch.device(DEVICE), dtype)
     if sinks:
         rows = (*rows, torch.tensor([0.5, -2.0, 3.0, 6.0]).to(DEVICE, dtype).requires_grad_())
     assert plan.is_dense(window) == dense

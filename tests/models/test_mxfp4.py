@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
 
 from tests.bases import datum, load, random_adapter, random_tokens, renderer, shifted, transformers_model
 from tests.training.test_against_peft import twin_logprobs
@@ -43,7 +44,7 @@ def pack_experts(source: Path, directory: Path) -> None:
         else:
             files[len(name) % 2][name] = tensor.bfloat16()
     (directory / "model.safetensors").unlink()
-    places = {}
+    places: dict[str, str] = {}
     for number, tensors in enumerate(files):
         save_file(tensors, directory / f"model-{number}.safetensors", metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, f"model-{number}.safetensors")

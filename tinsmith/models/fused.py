@@ -213,7 +213,8 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """gate_up [rows, 2 · width], whose columns are gate and up in turns -> [rows, width]."""
     gate, up = _exact(gate_up).unflatten(-1, (-1, 2)).unbind(-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
+    out: Tensor = (up + 1) * gate * torch.sigmoid(alpha * gate)
+    return out.to(gate_up.dtype)
 
 
 @with_kernel("rows")
@@ -227,7 +228,7 @@ def clamped_swiglu_backward(gate_up: Tensor, d_out: Tensor, alpha: float, limit:
     d, sigmoid = _exact(d_out), torch.sigmoid(alpha * gate)
     d_gate = d * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
     d_up = d * gate * sigmoid
-    both = torch.stack([d_gate.where(free_gate <= limit, 0), d_up.where(free_up.abs() <= limit, 0)], -1)
+    both = torch.stack([d_gate.masked_fill(free_gate > limit, 0), d_up.masked_fill(free_up.abs() > limit, 0)], -1)
     return both.flatten(-2).to(gate_up.dtype), ((up + 1) * gate * sigmoid).to(gate_up.dtype)
 
 

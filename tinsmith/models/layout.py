@@ -253,6 +253,7 @@ def layout_of(source: str, family: Family, network: Any) -> Layout:
 def _experts(source: str, name: str, module: Any) -> Experts:
     """Read a mixture of experts. Raises ConfigError for weights in another layout than we compute."""
     stack, clamped = module.experts, None
+    expected: dict[str, tuple[int, ...]]
     found = {parameter: tuple(tensor.shape) for parameter, tensor in stack.named_parameters()}
     if hasattr(module, "router"):
         router, count, width, hidden = module.router, stack.num_experts, stack.intermediate_size, stack.hidden_size

@@ -58,7 +58,7 @@ def _tensor(file: Path, name: str) -> Tensor:
 
 def unpacked_shapes(stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The shapes of parameters whose tensors have these; of those in MXFP4 as `dequantized` returns them."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for name, shape in stored.items():
         if name.endswith(BLOCKS):
             experts, outputs, groups, width = shape

@@ -153,9 +153,10 @@ def _read_dense(language_model: Any, name: str, layout: Layout) -> Build:
 def _read_experts(language_model: Any, name: str, layout: Layout, kind: Experts) -> Build:
     module = language_model.get_submodule(name)
     gate = "gate" if kind.clamped is None else "router"
-    names = (f"{name}.{gate}.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
+    parts = [f"{gate}.weight", "experts.gate_up_proj", "experts.down_proj"]
     if kind.clamped is not None:
-        names += (f"{name}.router.bias", f"{name}.experts.gate_up_proj_bias", f"{name}.experts.down_proj_bias")
+        parts += ["router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"]
+    names = tuple(f"{name}.{part}" for part in parts)
     router, gate_up, down, *biases = (language_model.get_parameter(parameter) for parameter in names)
     own = ExpertBiases(*biases) if biases else None
     stack = ExpertStack(f"{name}.experts", kind, names, router, gate_up, down, own)

@@ -83,18 +83,11 @@ WINDOW = 32
 """Sliding window of GPT-OSS, in tokens."""
 
 BYTES = 256
-RETURN, CALL, START = "<|return|>", "<|call|>", "<|start|>"
+RETURN, CALL = "<|return|>", "<|call|>"
 HARMONY_TOKENS = (
-    "<|startoftext|>",
-    END_OF_TEXT,
-    RETURN,
-    "<|constrain|>",
-    "<|channel|>",
-    START,
-    "<|end|>",
-    "<|message|>",
+    *("<|startoftext|>", END_OF_TEXT, RETURN, "<|constrain|>", "<|channel|>"),
+    *("<|start|>", "<|end|>", "<|message|>", CALL),
 )
-HARMONY_TOKENS += (CALL,)
 """Special tokens of GPT-OSS. A client parses them, and decodes without leaving them out."""
 HARMONY_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
@@ -143,8 +136,9 @@ DEFAULT_LAYERS: dict[TinyKind, int] = {
     **dict.fromkeys(("qwen3", "qwen3-vl", "qwen3-moe", "qwen3-vl-moe", "gpt-oss"), 2),
     **dict.fromkeys(("qwen3-5", "qwen3-5-moe"), 4),
 }
-"""Decoder layers. Of Qwen3.5's, every fourth attends; the others are gated delta nets. GPT-OSS's take turns: one with a
-sliding window, one without."""
+"""Decoder layers. Of Qwen3.5's, every fourth attends; the others are gated delta nets. Of GPT-OSS's, every other has a
+sliding window.
+"""
 TEXT_ONLY: tuple[TinyKind, ...] = ("qwen3", "qwen3-moe", "gpt-oss")
 FORMATS: dict[TinyKind, TextFormat] = {
     **dict.fromkeys(("qwen3", "qwen3-vl", "qwen3-moe", "qwen3-vl-moe"), QWEN3),
