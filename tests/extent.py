@@ -15,9 +15,9 @@ T = TypeVar("T")
 EVERYTHING = os.environ.get("TINSMITH_TEST_ALL") == "1"
 """Whether all there is was asked for."""
 
-USUAL_FAMILIES = {"llama", "qwen3", "qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "gemma2", "olmo"}
+USUAL_FAMILIES = {"llama", "qwen3", "qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "gpt_oss", "gemma2", "olmo"}
 """Model families that `make test` covers: two of text, two with images (one hybrid), two that transformers computes,
-and two mixtures of experts (one hybrid with images).
+and three mixtures of experts (one hybrid with images, one with sinks and windows).
 
 The others have the same parts in other arrangements.
 """

@@ -318,8 +318,8 @@ MUTATIONS = (
     Mutation(
         "full-parameter training trains the router",
         "tinsmith/models/layout.py",
-        'for gate in ("gate", "shared_expert_gate")',
-        'for gate in ("shared_expert_gate",)',
+        'gates = ("gate", "router", "shared_expert_gate")',
+        'gates = ("router", "shared_expert_gate")',
         (EXPERTS,),
     ),
     Mutation(
@@ -339,8 +339,8 @@ MUTATIONS = (
     Mutation(
         "in a decode batch down of experts gets the adapters of all rows",
         "tinsmith/models/batched_lora.py",
-        "return out.addmm_(self._own_of(inside), matrices.outer.t())",
-        "return out.addmm_(inside * self._scale, matrices.outer.t())",
+        "addmm_(self._own_of(inside), matrices.outer.t())",
+        "addmm_(inside * self._scale, matrices.outer.t())",
         (EXPERTS,),
     ),
     Mutation(
@@ -378,7 +378,35 @@ MUTATIONS = (
         "        if False:\n            raise UserError(",
         (QUANTIZED,),
     ),
+    Mutation(
+        "biases of down of experts are added whole, however little an expert counts",
+        "tinsmith/models/experts.py",
+        ".scatter(1, chosen, weights), bias)",
+        ".scatter(1, chosen, torch.ones_like(weights)), bias)",
+        (EXPERTS,),
+    ),
+    Mutation(
+        "of two numbers in a byte of MXFP4 the second comes first",
+        "tinsmith/models/mxfp4.py",
+        "torch.stack([bits & 15, bits >> 4], -1)",
+        "torch.stack([bits >> 4, bits & 15], -1)",
+        ("tests/models/test_mxfp4.py",),
+    ),
     # ---- Packed sequences
+    Mutation(
+        "the backward of attention with sinks has the softmax of attention without",
+        "tinsmith/models/attention.py",
+        "ctx.save_for_backward(query, key, value, sinks, out, of_all)",
+        "ctx.save_for_backward(query, key, value, sinks, out, lse)",
+        ("tests/models/test_decoder.py",),
+    ),
+    Mutation(
+        "tokens that are decoded know no sinks",
+        "tinsmith/sampling/local/decode_step.py",
+        "            return compute(query, keys, values, table, lengths, scale, window, sinks)",
+        "            return compute(query, keys, values, table, lengths, scale, window, None)",
+        ("tests/sampling/local/test_sampler.py",),
+    ),
     Mutation(
         "attention reaches the sequences before",
         "tinsmith/models/attention.py",
@@ -668,15 +696,15 @@ MUTATIONS = (
     Mutation(
         "up reads what gate's A gives",
         "tinsmith/training/peft_experts.py",
-        "b[:, width:, rank:] = up.b",
-        "b[:, width:, :rank] = up.b",
+        "of_up[..., rank:] = up.b",
+        "of_up[..., :rank] = up.b",
         (EXPORT,),
     ),
     Mutation(
         "experts are merged with gate and up exchanged",
         "tinsmith/training/peft_format.py",
-        "return halves[PARTS.index(part)]",
-        "return halves[1 - PARTS.index(part)]",
+        "gate_and_up(kind, matrices)[PARTS.index(part)]",
+        "gate_and_up(kind, matrices)[1 - PARTS.index(part)]",
         (EXPORT,),
     ),
     Mutation(

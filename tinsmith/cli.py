@@ -235,8 +235,10 @@ for _command, _own, _chosen in (
 @app.command("tiny-model")
 def tiny_model(
     kind: Annotated[
-        Literal["qwen3", "qwen3-vl", "qwen3-5", "qwen3-moe", "qwen3-vl-moe", "qwen3-5-moe"],
-        typer.Argument(help="qwen3 and qwen3-moe take text, the others text and images; moe: a mixture of experts."),
+        Literal["qwen3", "qwen3-vl", "qwen3-5", "qwen3-moe", "qwen3-vl-moe", "qwen3-5-moe", "gpt-oss"],
+        typer.Argument(
+            help="qwen3, qwen3-moe and gpt-oss take text, the others images too; moe: a mixture of experts."
+        ),
     ],
     directory: Annotated[
         Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to write to; created if it does not exist.")

@@ -19,7 +19,7 @@ from tests.acceptance.talking import image_input, text_input, train, with_inputs
 from tests.acceptance.test_sampling import assert_sampled_as_trained
 from tests.running import tinsmith_here
 
-KINDS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
+KINDS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss"]
 RANKS = (4, 16, 0)
 STEP = types.AdamParams(learning_rate=0.005)
 
@@ -53,7 +53,7 @@ def test_tenants_learn_are_sampled_as_trained_and_go_on(service: tinker.ServiceC
     base, asked = service.create_sampling_client(base_model=kind).result(), text_input(1, 9)
     before = base.compute_logprobs(asked).result()
     clients = [train(service, kind, rank=rank, seed=rank) for rank in RANKS]
-    prompt = asked if kind == "qwen3_moe" else image_input(clients[0], 3)
+    prompt = asked if kind in ("qwen3_moe", "gpt_oss") else image_input(clients[0], 3)
     data = [
         with_inputs(prompt, target_tokens=[number] * prompt.length, weights=[1.0] * prompt.length)
         for number in range(len(clients))

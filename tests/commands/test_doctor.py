@@ -226,7 +226,7 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
     assert supported <= set(wanted)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "gpt_oss"])
 def test_the_estimate_of_a_trained_model_is_what_it_takes(family_dir: FamilyDir, family: str) -> None:
     backend = LocalBackend(load(family_dir(family), device="cpu"), TrainingConfig())
     backend.create_model("lora", LoraShape(32, 0))

@@ -64,6 +64,7 @@ NAMES = [
     "Qwen/Qwen3-30B-A3B",
     "Qwen/Qwen3-VL-30B-A3B-Instruct",
     "Qwen/Qwen3.6-35B-A3B",
+    "openai/gpt-oss-20b",
 ]
 """Of each family one; the others have the same layers in other sizes."""
 
@@ -76,18 +77,19 @@ def test_adapters_have_as_many_parameters_as_tinker_publishes(name: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "experts", "shared"),
+    ("name", "too_little", "experts", "shared"),
     [
-        ("Qwen/Qwen3-30B-A3B", 48 * 3 * (2048 + 128 * 768), 0),
-        ("Qwen/Qwen3.6-35B-A3B", 40 * 3 * (2048 + 256 * 512), 40 * 3 * (2048 + 512)),
+        ("Qwen/Qwen3-30B-A3B", "56", 48 * 3 * (2048 + 128 * 768), 0),
+        ("Qwen/Qwen3.6-35B-A3B", "56", 40 * 3 * (2048 + 256 * 512), 40 * 3 * (2048 + 512)),
+        ("openai/gpt-oss-20b", "40", 24 * 3 * (2880 + 32 * 2880), 0),
     ],
 )
 def test_of_experts_one_factor_is_shared_and_the_other_is_each_experts_own(
-    name: str, experts: int, shared: int, tmp_path: Path
+    name: str, too_little: str, experts: int, shared: int, tmp_path: Path
 ) -> None:
     """And what that takes of a GPU beside weights of 16 bits."""
     directory = str(SERVED[name].write(tmp_path))
-    large, small = (planned(directory, "--memory-gib", gib, code=code) for gib, code in (("139", 0), ("56", 1)))
+    large, small = (planned(directory, "--memory-gib", gib, code=code) for gib, code in (("139", 0), (too_little, 1)))
     assert (large["rank"], large["lora_parameters"]["mlp"]) == (32, 32 * (experts + shared))
     assert large["weight_bytes"] == 2 * large["parameters"]
     # Masters and copies, sums of gradients and two moments; and of experts the gradients of a pass

@@ -23,6 +23,7 @@ BASES = {
     "window": "mistral",
     "experts": "qwen3_vl_moe",
     "hybrid experts": "qwen3_5_moe",
+    "sinks": "gpt_oss",
 }
 
 

@@ -55,6 +55,8 @@ CASES = {
     "full experts": ("experts", "text", (0,)),
     "hybrid experts": ("hybrid experts", "text", (4,)),
     "followed experts": ("experts", "routes", (4,)),
+    "sinks": ("sinks", "text", (4,)),
+    "full sinks": ("sinks", "text", (0,)),
 }
 """Base, what is trained on, and the LoRA ranks of the models that train at the same time; 0 is all parameters."""
 WITHIN = 1e-5

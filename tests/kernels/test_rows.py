@@ -53,6 +53,8 @@ def norms(rows: int, width: int, zero_centred: bool) -> dict[str, Arguments]:
         "rms_norm_weight_gradient": lambda x: (x(rows, width), x(rows, width), EPS),
         "swiglu": lambda x: (x(rows, 2 * width),),
         "swiglu_backward": lambda x: (x(rows, 2 * width), x(rows, width)),
+        "clamped_swiglu": lambda x: (5 * x(rows, 2 * width), 1.702, 7.0),
+        "clamped_swiglu_backward": lambda x: (5 * x(rows, 2 * width), x(rows, width), 1.702, 7.0),
     }
 
 

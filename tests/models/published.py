@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import (
     AutoConfig,
+    GptOssConfig,
     LlamaConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -84,6 +85,13 @@ def _qwen3_5_moe(hidden: int, layers: int, heads: int, value_heads: int, experts
     return Qwen3_5MoeConfig(text_config=text, vision_config={"out_hidden_size": hidden}, tie_word_embeddings=False)
 
 
+def _gpt_oss(layers: int, experts: int) -> GptOssConfig:
+    """In MXFP4, as the published configuration says."""
+    return GptOssConfig(
+        num_hidden_layers=layers, num_local_experts=experts, quantization_config={"quant_method": "mxfp4"}
+    )
+
+
 @dataclass(frozen=True)
 class Published:
     """A model that is served here."""
@@ -152,13 +160,13 @@ SERVED = {
     "Qwen/Qwen3.5-35B-A3B-Base": _QWEN3_5_35B_A3B,
     "Qwen/Qwen3.6-35B-A3B": _QWEN3_5_35B_A3B,
     "Qwen/Qwen3.5-397B-A17B": _QWEN3_5_397B_A17B,
+    "openai/gpt-oss-20b": Published(_gpt_oss(24, 32), 497_664, 6_842_880, 203_968),
+    "openai/gpt-oss-120b": Published(_gpt_oss(36, 128), 746_496, 40_124_160, 203_968),
 }
 
 REFUSED = {
     "deepseek-ai/DeepSeek-V3.1": "deepseek_v3",
     "deepseek-ai/DeepSeek-V3.1-Base": "deepseek_v3",
-    "openai/gpt-oss-120b": "gpt_oss",
-    "openai/gpt-oss-20b": "gpt_oss",
 }
 """Mixtures of experts that transformers knows, by architecture."""
 

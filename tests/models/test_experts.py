@@ -25,7 +25,7 @@ from tinsmith.models import batched_lora
 from tinsmith.models.base import BaseModel
 from tinsmith.models.batched_lora import BareRows, BatchedAdapters
 from tinsmith.models.decoder import ExpertMLP, recomputed
-from tinsmith.models.experts import ExpertStack, mix_bare
+from tinsmith.models.experts import ExpertBiases, ExpertStack, mix_bare
 from tinsmith.models.experts import owners_of as owners_of_row
 from tinsmith.models.lora import Adapter, Segment, experts_of
 from tinsmith.models.packed_lora import SegmentAdapters
@@ -34,16 +34,16 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering import packing
 from tinsmith.rendering.packing import shared_rows
 
-FAMILIES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
+FAMILIES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss"]
 
 LENGTHS = [5, 4, 6, 2, 3]
 """Of the segments of `owners_of`."""
 
 
-@pytest.fixture(scope="module")
-def base(family_dir: Callable[[str], Path]) -> BaseModel:
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
+def base(family_dir: Callable[[str], Path], request: pytest.FixtureRequest) -> BaseModel:
     """A model whose experts are computed in float64, where a wrong term cannot hide behind rounding."""
-    return wide(family_dir("qwen3_moe"))
+    return wide(family_dir(request.param))
 
 
 def free(chosen: Tensor) -> Tensor:
@@ -92,6 +92,16 @@ def choice_of(stack: ExpertStack, allowed: Sequence[int], seed: int = 0) -> tupl
     return weights.to(DEVICE), torch.tensor(allowed)[order].to(DEVICE)
 
 
+def parts_of(stack: ExpertStack, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
+    """Gate and up of a token, the matrix of down [hidden, width] and its bias."""
+    gate_up, down = (whole(matrices)[expert] for matrices in stack.matrices)
+    if stack.biases is None:
+        gate, up = (gate_up @ x).chunk(2)
+        return gate, up, down, 0.0
+    both = gate_up @ x + stack.biases.gate_up[expert]
+    return both[::2], both[1::2], down, stack.biases.down[expert]
+
+
 def whole(matrices: Matrices) -> Tensor:
     """The same matrices as a tensor."""
     return matrices if isinstance(matrices, Tensor) else matrices.copied()
@@ -106,14 +116,17 @@ def loop(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor, segment
         for token in range(segment.start, segment.end):
             x, total = h[token], torch.zeros_like(h[token])
             for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
-                gate_matrix, up_matrix = whole(stack.gate_up)[expert].chunk(2)
-                gate, up = gate_matrix @ x, up_matrix @ x
+                gate, up, down, bias = parts_of(stack, expert, x)
                 if adapter is not None and factors is not None:
                     scale = 32 / adapter.shape.rank
                     gate = gate + scale * factors.gate.b[expert] @ (factors.gate.a @ x)
                     up = up + scale * factors.up.b[expert] @ (factors.up.a @ x)
-                inner = silu(gate) * up
-                out = whole(stack.down)[expert] @ inner
+                if stack.kind.clamped is None:
+                    inner = silu(gate) * up
+                else:
+                    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+                    inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+                out = down @ inner + bias
                 if adapter is not None and factors is not None:
                     out = out + scale * factors.down.b @ (factors.down.a[expert] @ inner)
                 total = total + weight * out
@@ -148,8 +161,12 @@ def computed(
     """The output, and the gradients of h, of the router's weights, of the experts' and of the adapters' matrices."""
     weights, chosen = choice
     given = {"h": h, "weights": weights, "gate_up": whole(stack.gate_up), "down": whole(stack.down)}
+    if stack.biases is not None:
+        given |= {"gate_up_bias": stack.biases.gate_up, "down_bias": stack.biases.down}
     given = {name: tensor.detach().clone().requires_grad_() for name, tensor in given.items()}
     own = replace(stack, gate_up=given["gate_up"], down=given["down"])
+    if stack.biases is not None:
+        own = replace(own, biases=ExpertBiases(stack.biases.router, given["gate_up_bias"], given["down_bias"]))
     out = how(own, given["h"], given["weights"], chosen, segments)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=out.dtype).to(DEVICE)
     given |= leaves_of(stack, segments)
@@ -181,13 +198,14 @@ def test_values_and_all_gradients_are_those_of_a_loop(base: BaseModel, name: str
     found = computed(ours, stack, h, choice, segments)
     assert_equal(found, computed(loop, stack, h, choice, segments))
     gradients = found[1]
-    assert len(gradients) == 4 + 2 * 6
+    biases = 0 if stack.biases is None else 2
+    assert len(gradients) == 4 + biases + 2 * 6
     assert all(gradient.any() for gradient in gradients.values())
     used = sorted(set(choice[1].flatten().tolist()))
     assert used == sorted(allowed)
-    for tensor in (tensor for tensor in gradients.values() if tensor.ndim == 3):
+    for tensor in (tensor for tensor in gradients.values() if len(tensor) == stack.kind.count):
         assert all(bool(part.any()) <= (expert in used) for expert, part in enumerate(tensor))
-    for tensor in (gradients["gate_up"], gradients["down"]):
+    for tensor in (gradients[name] for name in ("gate_up", "down", "gate_up_bias", "down_bias")[: 2 + biases]):
         assert [expert for expert, part in enumerate(tensor) if part.any()] == used
 
 
@@ -199,7 +217,7 @@ def test_rows_of_one_owner_are_those_of_a_loop(base: BaseModel, owner: str) -> N
     choice = choice_of(stack, range(8))
     found = computed(ours, stack, h, choice, segments)
     assert_equal(found, computed(loop, stack, h, choice, segments))
-    assert len(found[1]) == 4 + (6 if owner == "one adapter" else 0)
+    assert len(found[1]) == 4 + (0 if stack.biases is None else 2) + (6 if owner == "one adapter" else 0)
     if owner != "one adapter":
         assert torch.equal(found[0], mix_bare(stack, h, *choice))
 
@@ -243,7 +261,8 @@ def test_nothing_of_a_neighbour_reaches_a_token(base: BaseModel, change: str) ->
 
 def module_of(base: BaseModel, layer: int = 1) -> Any:
     """The router of transformers."""
-    return base.language_model.layers[layer].mlp.gate
+    mlp = base.language_model.layers[layer].mlp
+    return mlp.router if hasattr(mlp, "router") else mlp.gate
 
 
 def theirs(router: Any, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,6 +379,9 @@ def test_routers_are_among_no_weights_that_train(
     mlp = {part for part in parts if part.startswith("mlp.")}
     shared = {f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")}
     experts = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    if family == "gpt_oss":
+        experts |= {f"{name}_bias" for name in experts}
+        assert "self_attn.sinks" in parts
     assert mlp == (experts | (shared if family == "qwen3_5_moe" else set()) if train_mlp else set())
     adapters = {name.split(".", 2)[-1] for name in random_adapter(base).masters if ".mlp." in name}
     ends = [f"{part}_proj" for part in ("gate", "up", "down")]

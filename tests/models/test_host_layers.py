@@ -24,7 +24,7 @@ from tinsmith.wire.sample import SamplingParams, StopRule
 from tinsmith.worker.bases import load_compared, stays_on_host
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss"])
 def test_it_trains_with_the_same_numbers(
     family: str, family_dir: Callable[[str], Path], family_base: Callable[[str], BaseModel]
 ) -> None:
@@ -40,7 +40,7 @@ def test_it_trains_with_the_same_numbers(
     assert base.head(None).device.type == torch.device(DEVICE).type
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss"])
 def test_other_weights_stand_in_the_place_of_the_bases(
     family: str, family_dir: Callable[[str], Path], family_base: Callable[[str], BaseModel]
 ) -> None:

@@ -15,7 +15,7 @@ from tinsmith.models.layout import read_layout
 from tinsmith.models.lora import adapter_of, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
-FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe"]
+FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "gpt_oss"]
 SHAPES = [
     LoraShape(4, 0),
     LoraShape(1, 0, train_unembed=False),

@@ -29,7 +29,18 @@ from tinsmith.training.step import run_packed
 
 pytestmark = pytest.mark.usefixtures("two_threads")  # their sums must not depend on what else is computed either
 
-FAMILIES = ["qwen3", "olmo", "gemma2", "gemma", "gpt_neox", "qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe"]
+FAMILIES = [
+    "qwen3",
+    "olmo",
+    "gemma2",
+    "gemma",
+    "gpt_neox",
+    "qwen3_vl",
+    "qwen3_5",
+    "qwen3_moe",
+    "qwen3_5_moe",
+    "gpt_oss",
+]
 
 
 def assert_equal_bits(base: BaseModel, owners: list[Weights]) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from tests.bases import load
 from tinsmith.cli import tiny_model
 from tinsmith.errors import ConfigError
-from tinsmith.models.tiny import SMALLEST_VOCAB, TinyKind, train_tokenizer, write_tiny_model
+from tinsmith.models.tiny import HARMONY, QWEN3, TEXT_ONLY, TinyKind, train_tokenizer, write_tiny_model
 
 DIGESTS: dict[TinyKind, tuple[str, str]] = {
     "qwen3-vl": (
@@ -38,6 +38,10 @@ DIGESTS: dict[TinyKind, tuple[str, str]] = {
         "71116d9d8d9cd3435af3ac80340e176878249fa660872668e05879c518590dd2",
         "891a7e53fbbb73278d7b2f23e24611c4d6fbc579926d5c581396d88f301e945f",
     ),
+    "gpt-oss": (
+        "0b1f240db64c878b794890ad92cedb9a41f9f3144c3fb3273c05845fd838c8fc",
+        "f5ee44388037b3a8359c93d89e9a34b0fe5e1ad0c361dfb3706633a40972cf9f",
+    ),
 }
 """Of weights and tokenizer, on every machine."""
 
@@ -59,7 +63,8 @@ def test_a_seed_fixes_every_byte(tmp_path: Path, kind: TinyKind) -> None:
 @pytest.mark.parametrize(
     ("kind", "auto", "vocab"),
     [
-        ("qwen3", AutoModelForCausalLM, SMALLEST_VOCAB),
+        ("qwen3", AutoModelForCausalLM, QWEN3.smallest_vocab),
+        ("gpt-oss", AutoModelForCausalLM, HARMONY.smallest_vocab),
         ("qwen3-5", AutoModelForImageTextToText, 100_000),
         ("qwen3-5-moe", AutoModelForImageTextToText, 500),
     ],
@@ -78,10 +83,11 @@ EXPERTS = ("gate_up_proj", "down_proj")
 def experts_as_published(kind: TinyKind, directory: Path) -> dict[str, torch.Tensor]:
     """The stacks [experts, out, in] of the first layer, by name, put together from what the family publishes.
 
-    The shapes of the files of Qwen3-30B-A3B, Qwen3-VL-30B-A3B and Qwen3.5-35B-A3B, in small.
+    The shapes of the files of Qwen3-30B-A3B, Qwen3-VL-30B-A3B and Qwen3.5-35B-A3B, in small. GPT-OSS's are those of its
+    copies in bfloat16, and [experts, in, out].
     """
     tensors = load_file(directory / "model.safetensors")
-    prefix = "model.layers.0.mlp.experts" if kind == "qwen3-moe" else "model.language_model.layers.0.mlp.experts"
+    prefix = f"model.{'' if kind in TEXT_ONLY else 'language_model.'}layers.0.mlp.experts"
     found = {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if kind == "qwen3-moe":
         assert {tuple(tensor.shape) for name, tensor in found.items() if "down" not in name} == {(24, 32)}
@@ -91,18 +97,22 @@ def experts_as_published(kind: TinyKind, directory: Path) -> dict[str, torch.Ten
         )
         assert len(found) == 8 * 3
         return {"gate_up_proj": torch.cat([gate, up], 1), "down_proj": down}
+    if kind == "gpt-oss":
+        assert set(found) == {*EXPERTS, "gate_up_proj_bias", "down_proj_bias"}
+        return found
     assert set(found) == set(EXPERTS)
     return {name: tensor.transpose(1, 2) for name, tensor in found.items()} if kind == "qwen3-vl-moe" else found
 
 
-@pytest.mark.parametrize("kind", ["qwen3-moe", "qwen3-vl-moe", "qwen3-5-moe"])
+@pytest.mark.parametrize("kind", ["qwen3-moe", "qwen3-vl-moe", "qwen3-5-moe", "gpt-oss"])
 def test_experts_are_in_the_files_as_the_family_publishes_them(tmp_path: Path, kind: TinyKind) -> None:
     """Transformers and Tinsmith compute with the same stacks; it writes other files than were published."""
     write_tiny_model(kind, tmp_path, hidden=32, vocab=300)
     published = experts_as_published(kind, tmp_path)
-    assert [tuple(published[name].shape) for name in EXPERTS] == [(8, 48, 32), (8, 32, 24)]
+    shapes = [tuple(published[name].shape) for name in EXPERTS]
+    assert shapes == ([(8, 32, 96), (8, 48, 32)] if kind == "gpt-oss" else [(8, 48, 32), (8, 32, 24)])
 
-    auto: Any = AutoModelForCausalLM if kind == "qwen3-moe" else AutoModelForImageTextToText
+    auto: Any = AutoModelForCausalLM if kind in TEXT_ONLY else AutoModelForImageTextToText
     network, base = auto.from_pretrained(tmp_path), load(tmp_path)
     for name in EXPERTS:
         (theirs,) = (value for key, value in network.named_parameters() if key.endswith(f"layers.0.mlp.experts.{name}"))

@@ -13,6 +13,7 @@ from tests.recipes.workshop import (
     BASE_MODEL,
     CHAT_MODEL,
     FAMILIES,
+    GPT_OSS,
     LARGE_MIXTURE,
     MIXTURE,
     PYTHON,
@@ -41,6 +42,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model("qwen3", place / TEXT_ONLY_MODEL)
     write_tiny_model("qwen3-5-moe", place / MIXTURE)
     write_tiny_model("qwen3-5-moe", place / LARGE_MIXTURE, hidden=128)
+    write_tiny_model("gpt-oss", place / GPT_OSS)
     for name, family in FAMILIES.items():
         write_family(family, place / name)
     return place
@@ -59,7 +61,7 @@ def random_models(
 ) -> Iterator[Workshop]:
     """A server with models that know nothing."""
     place = tmp_path_factory.mktemp("random")
-    names = (BASE_MODEL, CHAT_MODEL, SMALL_MODEL, TEXT_ONLY_MODEL, MIXTURE, LARGE_MIXTURE, *FAMILIES)
+    names = (BASE_MODEL, CHAT_MODEL, SMALL_MODEL, TEXT_ONLY_MODEL, MIXTURE, LARGE_MIXTURE, GPT_OSS, *FAMILIES)
     models = [option for name in names for option in ("--base-model", f"{name}={directory / name}")]
     with serving(place, *models, *CACHE) as server:
         server.wait_for_health()

@@ -1,7 +1,7 @@
-"""Recipes whose default model is a mixture of experts. `vlm_classifier`, whose default is one too, has a file of its
-own."""
+"""Recipes whose default model is a mixture of experts, and one with GPT-OSS. `vlm_classifier`, whose default is one,
+has a file of its own."""
 
-from tests.recipes.workshop import Workshop
+from tests.recipes.workshop import GPT_OSS, Workshop
 
 
 def test_a_mixture_learns_the_form_of_an_answer(random_models: Workshop) -> None:
@@ -32,3 +32,17 @@ def test_a_mixture_is_trained_on_what_it_has_sampled(random_models: Workshop) ->
     assert len(gaps) == 2
     assert gradients[0] > 0
     assert max(map(abs, gaps)) < 1e-4
+
+
+def test_gpt_oss_learns_in_its_own_format(random_models: Workshop) -> None:
+    """`sl_loop` with the renderer that the cookbook chooses for it, which writes Harmony."""
+    outcome = random_models.completed(
+        *("sl_loop", "log_path=gpt_oss", f"model_name={GPT_OSS}", "batch_size=20", "learning_rate=8e-3"),
+        "max_steps=16",
+    )
+    nll = outcome.curve("train_mean_nll")
+
+    assert "Using renderer: gpt_oss_no_sysprompt" in outcome.output
+    assert len(nll) == 16
+    assert nll[0] > 5
+    assert nll[-1] < 3

@@ -1,5 +1,5 @@
-"""The cookbook's renderers of Qwen3.5, 3.6 and 3.8, and of mixtures of experts, on tiny models' tokenizers, chat
-templates and image processors."""
+"""The cookbook's renderers of Qwen3.5, 3.6 and 3.8, of mixtures of experts and of GPT-OSS, on tiny models' tokenizers,
+chat templates and image processors."""
 
 import json
 import subprocess
@@ -19,6 +19,7 @@ MODELS: dict[str, TinyKind] = {
     "Qwen/Qwen3.6-35B-A3B": "qwen3-5-moe",
     "Qwen/Qwen3-VL-30B-A3B-Instruct": "qwen3-vl-moe",
     "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-moe",
+    "openai/gpt-oss-20b": "gpt-oss",
 }
 WIDTH, HEIGHT = 96, 64
 
@@ -52,7 +53,8 @@ for model in sys.argv[3:]:
         takes_images = attributes.is_vl and name != "role_colon"
         thinks = takes_images and "disable" not in name and "instruct" not in name
         thinking = renderers.ThinkingPart(type="thinking", thinking="Two coins for one.")
-        content = [thinking, renderers.TextPart(type="text", text="Three.")] if thinks else "Three."
+        texts = [renderers.TextPart(type="text", text="Three.")]
+        content = [thinking, *texts] if thinks else texts if name.startswith("gpt_oss") else "Three."
         answer = {"role": "assistant", "content": content}
         datum, weights = renderer.build_supervised_example([*question, answer])
         (tokens,) = joined(datum)
@@ -93,6 +95,8 @@ def rendered(directory: Path) -> dict[str, dict[str, Any]]:
         "qwen3_instruct",
         "qwen3_vl_instruct",
         "role_colon",
+        "gpt_oss_no_sysprompt",
+        "gpt_oss_medium_reasoning",
         "qwen3_5",
         "qwen3_5_disable_thinking",
         "qwen3_5_preserve_thinking",
@@ -110,7 +114,7 @@ def test_an_answer_that_was_trained_on_follows_its_prompt_and_is_read_back(rende
     for name, found in rendered.items():
         assert found["prompt"] == [found["example"][: -len(found["sampled"])]], name
         assert (found["clean"], found["parsed"]) == (True, found["expected"]), name
-        assert found["sampled"][-1] == found["stop"][-1] or found["stop"] == ["\n\nUser:"], name
+        assert found["sampled"][-1] in found["stop"] or found["stop"] == ["\n\nUser:"], name
 
 
 def test_prompts_are_those_of_the_chat_template(
@@ -132,9 +136,21 @@ def test_prompts_are_those_of_the_chat_template(
         assert found["example"] == tokenizer.encode(example.removesuffix("\n"))
 
 
+def test_prompts_of_gpt_oss_are_those_of_its_chat_template(
+    rendered: dict[str, dict[str, Any]], directory: Path
+) -> None:
+    """The template has no system prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(directory / "openai/gpt-oss-20b")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does mending it cost?"}]
+    found = rendered["openai/gpt-oss-20b gpt_oss_no_sysprompt"]
+    assert found["prompt"] == [tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]]
+    example = [*messages, {"role": "assistant", "content": "Three."}]
+    assert found["example"] == tokenizer.apply_chat_template(example)["input_ids"]
+
+
 def test_an_image_has_as_many_tokens_as_the_server_counts(rendered: dict[str, dict[str, Any]], directory: Path) -> None:
     shown = [(name.split()[0], found["shown"]) for name, found in rendered.items() if found["shown"] is not None]
-    without = {"Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3-30B-A3B-Instruct-2507"}
+    without = {"Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3-30B-A3B-Instruct-2507", "openai/gpt-oss-20b"}
     assert {model for model, _ in shown} == MODELS.keys() - without
     for model, (before, count, after) in shown:
         tokenizer = AutoTokenizer.from_pretrained(directory / model)

@@ -27,6 +27,8 @@ TEXT_ONLY_MODEL = "Qwen/Qwen3-8B"
 """The default of recipes that have not moved on from Qwen3; here a tiny Qwen3."""
 MIXTURE, LARGE_MIXTURE = "Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-397B-A17B"
 """Defaults that are mixtures of experts; here tiny ones of that family."""
+GPT_OSS = "openai/gpt-oss-20b"
+"""No default: recipes are asked for it by its name."""
 
 FAMILIES = {
     "untied": "llama",

@@ -108,7 +108,7 @@ def test_stable_attention_is_attention(dtype: torch.dtype, window: int | None) -
     query, key, value = (
         torch.randn(sum(lengths), heads, 16, generator=generator).to(DEVICE, dtype) for heads in (4, 2, 2)
     )
-    found = PackedBlocks(lengths, torch.device(DEVICE)).attend(query, key, value, 0.3, window).split(lengths)
+    found = PackedBlocks(lengths, torch.device(DEVICE)).attend(query, key, value, 0.3, window, None).split(lengths)
     for out, q, k, v, length in zip(
         found, *(x.double().split(lengths) for x in (query, key, value)), lengths, strict=True
     ):

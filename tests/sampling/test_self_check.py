@@ -27,8 +27,9 @@ from tinsmith.models import vision_tower
 from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import AttentionBlock, Decoder, ExpertMLP, Layer, Pass
-from tinsmith.models.experts import ExpertStack
+from tinsmith.models.experts import ExpertBiases, ExpertStack
 from tinsmith.models.fused import Normed
+from tinsmith.models.layers import ClampedSwiGLU
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.self_check import LENGTHS, QUICK, check_base_model
 
@@ -46,7 +47,7 @@ def test_what_we_serve_passes(family_base: Callable[[str], BaseModel], family: s
 # The layers of qwen3 and qwen3_vl are those of qwen3_5. What mistral adds, a window, is checked below: one that is left
 # out is found.
 @pytest.mark.parametrize(
-    "family", ["qwen3_5", "qwen3_moe", *slow("qwen3", "qwen3_vl", "mistral", "qwen3_vl_moe", "qwen3_5_moe")]
+    "family", ["qwen3_5", "qwen3_moe", "gpt_oss", *slow("qwen3", "qwen3_vl", "mistral", "qwen3_vl_moe", "qwen3_5_moe")]
 )
 def test_rounding_to_bfloat16_passes(family_dir: Dir, family: str) -> None:
     base = load(family_dir(family), dtype="bfloat16")
@@ -313,6 +314,20 @@ def spoil_experts(decoder: Decoder, change: Callable[[ExpertStack], ExpertStack]
     return spoil_first_layer(decoder, mlp=replace(mlp, stack=change(mlp.stack)))
 
 
+def with_other_sinks(decoder: Decoder) -> Decoder:
+    """Our decoder, in whose first layer each head has the sink of the one before."""
+    block = decoder.layers[0].block
+    assert isinstance(block, AttentionBlock)
+    assert block.sinks is not None
+    return spoil_attention(decoder, sinks=replace(block.sinks, scores=block.sinks.scores.roll(1)))
+
+
+def rolled(biases: ExpertBiases | None) -> ExpertBiases:
+    """Each expert with the bias of down of the one before."""
+    assert biases is not None
+    return biases._replace(down=biases.down.roll(1, 0))
+
+
 def without_shared_expert(decoder: Decoder) -> Decoder:
     """Our decoder without the shared expert of its first layer."""
     mlp = decoder.layers[0].mlp
@@ -350,6 +365,16 @@ WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
         lambda d: spoil_experts(d, lambda own: replace(own, kind=replace(own.kind, normalized=False))),
     ),
     "shared expert": ("qwen3_5_moe", without_shared_expert),
+    "sinks": ("gpt_oss", with_other_sinks),
+    "window of some layers": ("gpt_oss", lambda d: spoil_attention(d, window_of=None)),
+    "biases of experts": (
+        "gpt_oss",
+        lambda d: spoil_experts(d, lambda own: replace(own, biases=rolled(own.biases))),
+    ),
+    "limit of experts": (
+        "gpt_oss",
+        lambda d: spoil_experts(d, lambda own: replace(own, kind=replace(own.kind, clamped=ClampedSwiGLU(1.702, 0.5)))),
+    ),
 }
 
 

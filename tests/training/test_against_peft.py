@@ -93,18 +93,23 @@ def layers_of_adapter(base: BaseModel, adapter: Adapter) -> dict[str, list[str]]
 
 
 class SharedOuter(nn.Module):
-    """Adds LoRA to weights [experts, out, in]: one below the other, of each pair B·A, one of which is each expert's."""
+    """Adds LoRA to weights [experts, out, in]: one below the other, of each pair B·A, one of which is each expert's.
 
-    def __init__(self, scale: float, *pairs: LoraPair) -> None:
+    In GPT-OSS weights are [experts, in, out], and the outputs of pairs take turns.
+    """
+
+    def __init__(self, scale: float, in_turns: bool, *pairs: LoraPair) -> None:
         super().__init__()
         self.scale = scale
+        self.in_turns = in_turns
         self.pairs = pairs
 
     def forward(self, weight: Tensor) -> Tensor:
         merged = []
         for expert, own in enumerate(weight):
             added = [(b[expert] if b.ndim == 3 else b) @ (a[expert] if a.ndim == 3 else a) for a, b in self.pairs]
-            merged.append(own + self.scale * torch.cat(added))
+            rows = torch.stack(added, 1).flatten(0, 1).t() if self.in_turns else torch.cat(added)
+            merged.append(own + self.scale * rows)
         return torch.stack(merged)
 
 
@@ -115,12 +120,13 @@ def adapted_experts(network: Any, base: BaseModel, adapter: Adapter) -> dict[str
         for name, pair in adapter.masters.items()
         if ".experts." in name
     }
-    for index in base.layout.experts:
+    for index, kind in base.layout.experts.items():
         name = f"layers.{index}.mlp.experts"
         module = network.get_submodule(path_in_network(base, name))
         gate, up, down = (leaves[f"{name}.{part}_proj"] for part in ("gate", "up", "down"))
         for parameter, pairs in (("gate_up_proj", (gate, up)), ("down_proj", (down,))):
-            register_parametrization(module, parameter, SharedOuter(32 / adapter.shape.rank, *pairs), unsafe=True)
+            added = SharedOuter(32 / adapter.shape.rank, kind.clamped is not None, *pairs)
+            register_parametrization(module, parameter, added, unsafe=True)
     return leaves
 
 
@@ -215,9 +221,10 @@ TRAINED_IN_FULL = [
     "qwen3_5",
     "qwen3_moe",
     "qwen3_5_moe_text",
+    "gpt_oss",
 ]
 
-ROUTERS = (".mlp.gate.", ".mlp.shared_expert_gate.")
+ROUTERS = (".mlp.gate.", ".mlp.router.", ".mlp.shared_expert_gate.")
 """Inside the names of what chooses experts or weighs a shared one, which nothing trains."""
 
 

@@ -110,7 +110,8 @@ def assert_each_alone(backend: LocalBackend, work: Sequence[DatumWork], hybrid: 
 
 
 @pytest.mark.parametrize(
-    ("family", "examples"), [("qwen3", amount(4, 20)), ("qwen3_5", amount(3, 100)), ("qwen3_moe", amount(4, 20))]
+    ("family", "examples"),
+    [("qwen3", amount(4, 20)), ("qwen3_5", amount(3, 100)), ("qwen3_moe", amount(4, 20)), ("gpt_oss", amount(4, 20))],
 )
 def test_packed_equals_one_by_one(family_base: Callable[[str], BaseModel], family: str, examples: int) -> None:
     base = family_base(family)
@@ -138,6 +139,7 @@ def test_packed_equals_one_by_one(family_base: Callable[[str], BaseModel], famil
         ("qwen2_5_vl", {"a": 4}),
         ("qwen3_5", {"a": 3, "b": 8, "c": 0}),
         ("qwen3_moe", {"a": 4, "full": 0, "b": 12, "other": 0}),
+        ("gpt_oss", {"a": 4, "full": 0, "b": 12, "other": 0}),
         ("qwen3_vl_moe", {"a": 4, "b": 12}),
         ("qwen3_5_moe", {"a": 4, "b": 12, "c": 0}),
     ],
@@ -224,7 +226,8 @@ def test_a_pass_without_gradients_gives_the_same_bits_and_leaves_gradients_alone
 
 
 @pytest.mark.parametrize(
-    ("family", "rank"), [("qwen3", 4), ("qwen3", 0), ("qwen3_5", 4), ("qwen3_moe", 4), ("qwen3_moe", 0)]
+    ("family", "rank"),
+    [("qwen3", 4), ("qwen3", 0), ("qwen3_5", 4), ("qwen3_moe", 4), ("qwen3_moe", 0), ("gpt_oss", 4), ("gpt_oss", 0)],
 )
 def test_a_nan_stays_with_its_model(family_base: Callable[[str], BaseModel], family: str, rank: int) -> None:
     base = family_base(family)

@@ -35,7 +35,7 @@ def work_of(base: BaseModel, model: str, *lengths: int, seed: int = 0) -> list[D
     return [datum(model, render([random_tokens(seed + number, length)])) for number, length in enumerate(lengths)]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_moe", "gpt_oss"])
 def base(request: pytest.FixtureRequest, family_dir: Callable[[str], Path]) -> BaseModel:
     """A text model, in half precision on a GPU, which captures nothing else.
 

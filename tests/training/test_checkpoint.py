@@ -41,7 +41,8 @@ def advance(backend: LocalBackend, model_id: str, seed: int) -> dict[str, float]
 
 @pytest.mark.parametrize("rank", [4, 0])
 @pytest.mark.parametrize(
-    ("family", "steps"), [("qwen3", 2), ("qwen3", 0), ("qwen3_5", 2), ("qwen3_moe", 2), ("qwen3_5_moe", 0)]
+    ("family", "steps"),
+    [("qwen3", 2), ("qwen3", 0), ("qwen3_5", 2), ("qwen3_moe", 2), ("qwen3_5_moe", 0), ("gpt_oss", 2), ("gpt_oss", 0)],
 )
 def test_training_goes_on_exactly(
     family_base: Callable[[str], BaseModel], tmp_path: Path, family: str, steps: int, rank: int

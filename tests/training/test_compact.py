@@ -33,7 +33,7 @@ SETTINGS = AdamSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01,
 STATES: list[FullState] = ["compact", "compact-host"]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "gpt_oss"])
 def base(request: pytest.FixtureRequest, family_dir: Callable[[str], Path]) -> BaseModel:
     """A tiny model in half precision: a dense one, and one of experts, whose matrices lie in three dimensions."""
     return load(family_dir(request.param), dtype="bfloat16")

@@ -55,7 +55,8 @@ from tinsmith.training.peft_config import read_peft_config
 from tinsmith.training.peft_format import read_peft, write_download, write_merged, write_peft
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
-WITH_EXPERTS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
+WITH_EXPERTS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss"]
+TEXT_ONLY = ("qwen3_moe", "gpt_oss")
 Bases = Callable[[str], BaseModel]
 Dirs = Callable[[str], Path]
 RANK = 4
@@ -198,14 +199,15 @@ def write_published(family: str, directory: Path, **settings: Any) -> None:
     write_family(family, directory)
     config = AutoConfig.from_pretrained(directory)
     text = config.get_text_config()
-    for name, value in {"moe_intermediate_size": 48, **settings}.items():
+    width = {"intermediate_size" if family == "gpt_oss" else "moe_intermediate_size": 48}
+    for name, value in {**width, **settings}.items():
         setattr(text, name, value)
     torch.manual_seed(0)
-    auto: Any = AutoModelForCausalLM if family == "qwen3_moe" else AutoModelForImageTextToText
+    auto: Any = AutoModelForCausalLM if family in TEXT_ONLY else AutoModelForImageTextToText
     network = auto.from_config(config, dtype=torch.float32)
     network.get_decoder().norm.weight.data.fill_(4.0 if family == "qwen3_5_moe" else 5.0)
     network.save_pretrained(directory)
-    if family == "qwen3_moe":
+    if family in TEXT_ONLY:
         return
     tensors = {name: own for name, own in load_file(directory / BASE_WEIGHTS).items() if ".experts." not in name}
     for name, parameter in network.named_parameters():
@@ -221,6 +223,7 @@ def write_published(family: str, directory: Path, **settings: Any) -> None:
         ("qwen3_moe", "model.layers.1.mlp.experts.7.down_proj.weight", (64, 48)),
         ("qwen3_vl_moe", "model.language_model.layers.1.mlp.experts.gate_up_proj", (8, 64, 96)),
         ("qwen3_5_moe", "model.language_model.layers.3.mlp.experts.gate_up_proj", (8, 96, 64)),
+        ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj", (8, 64, 96)),
     ],
 )
 def test_merged_experts_lie_as_in_the_files_of_the_base(
@@ -234,12 +237,13 @@ def test_merged_experts_lie_as_in_the_files_of_the_base(
     write_merged(weights, base.layout, str(source), tmp_path / "merged")
     before, after = (load_file(directory / BASE_WEIGHTS) for directory in (source, tmp_path / "merged"))
     assert before[name].shape == shape
-    head = {"lm_head.weight"} if isinstance(weights, Adapter) else set()  # tied before
+    was_tied = isinstance(weights, Adapter) and family != "gpt_oss"
     assert {key: own.shape for key, own in before.items()} == {
-        key: own.shape for key, own in after.items() if key not in head
+        key: own.shape for key, own in after.items() if not (was_tied and key == "lm_head.weight")
     }
-    routers = [key for key in before if key.endswith((".mlp.gate.weight", ".shared_expert_gate.weight"))]
-    assert len(routers) == len(base.layout.experts) * (2 if family == "qwen3_5_moe" else 1)
+    chooses = (".mlp.gate.weight", ".shared_expert_gate.weight", ".mlp.router.weight", ".mlp.router.bias")
+    routers = [key for key in before if key.endswith(chooses)]
+    assert len(routers) == len(base.layout.experts) * (2 if family in ("qwen3_5_moe", "gpt_oss") else 1)
     assert all(torch.equal(before[key], after[key]) for key in routers)
     assert not torch.equal(before[name], after[name])
     assert_alike(transformers_model(tmp_path / "merged"), base, weights)
@@ -268,6 +272,7 @@ def test_what_a_merged_model_lacks_of_its_base_is_said(
         ("qwen3_moe", {"train_attn": False, "train_unembed": False}, {}),
         ("qwen3_5_moe", {"train_attn": False, "train_unembed": False}, {}),
         ("qwen3_vl_moe", {"train_mlp": False}, {}),
+        ("gpt_oss", {"train_attn": False, "train_unembed": False}, {}),
     ],
 )
 def test_peft_loads_experts_alone_and_beside_dense_layers(

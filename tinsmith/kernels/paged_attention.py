@@ -31,6 +31,7 @@ MOST_SPLITS = 64
 """Splits of a row at most: the merging kernel holds what all of them found."""
 FEW_SPLITS = 8
 """Up to so many are merged by a kernel that holds fewer."""
+LOG2_E = tl.constexpr(math.log2(math.e))
 GROUP_ROWS = 16
 """The least rows of a tensor core's product: the query heads of a key/value head are padded to it."""
 
@@ -43,6 +44,7 @@ def paged_kernel(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
     most_splits: int = MOST_SPLITS,
     newest: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
@@ -63,10 +65,11 @@ def paged_kernel(
     parts = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=query.device) if merged else out
     weights = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device) if merged else out
     shape = {"HEAD_DIM": head_dim, "HEAD_PADDED": padded, "BLOCK": block, "TILE": tile, "WINDOW": window or 0}
-    shape |= overlapping(query.device, rows)
+    shape |= {"SINKS": sinks is not None, **overlapping(query.device, rows)}
+    of_heads = lengths if sinks is None else sinks.contiguous()
     attend: Any = _attend
     attend[(kv_heads, rows, splits)](
-        *(query, key, value, keys, values, table, lengths, out, parts, weights, scale * math.log2(math.e)),
+        *(query, key, value, keys, values, table, lengths, of_heads, out, parts, weights, scale * LOG2_E.value),
         *(query.stride(0), key.stride(0), value.stride(0), table.stride(0), splits),
         **shape,
         KV_HEADS=kv_heads,
@@ -80,7 +83,16 @@ def paged_kernel(
         merge: Any = _merge
         padded_splits = FEW_SPLITS if splits <= FEW_SPLITS else MOST_SPLITS
         merge[(heads, rows)](
-            lengths, out, parts, weights, splits, HEADS=heads, SPLITS_PADDED=padded_splits, num_warps=4, **shape
+            lengths,
+            of_heads,
+            out,
+            parts,
+            weights,
+            splits,
+            HEADS=heads,
+            SPLITS_PADDED=padded_splits,
+            num_warps=4,
+            **shape,
         )
     return out
 
@@ -156,6 +168,7 @@ def _attend(
     values: tl.tensor,
     table: tl.tensor,
     lengths: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     parts: tl.tensor,
     weights: tl.tensor,
@@ -173,6 +186,7 @@ def _attend(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     STORES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
@@ -239,10 +253,14 @@ def _attend(
             total = total * shrink + tl.sum(p, 1)
             sums = tl.dot(p.to(v.dtype), v, acc=sums * shrink[:, None])
             highest = higher
-        found = sums / total[:, None]
         if used == 1:
+            if SINKS:
+                sink = tl.load(sinks + heads, mask=group < GROUP, other=float("-inf")).to(tl.float32) * LOG2_E
+                total += tl.exp2(sink - highest)
+            found = sums / total[:, None]
             tl.store(out + row_heads[:, None] * HEAD_DIM + channel[None, :], found.to(out.dtype.element_ty), mask=held)
         else:
+            found = sums / total[:, None]
             place = row_heads * splits + split
             tl.store(parts + place[:, None] * HEAD_DIM + channel[None, :], found.to(parts.dtype.element_ty), mask=held)
             tl.store(weights + place, (highest + tl.log2(total)).to(weights.dtype.element_ty), mask=group < GROUP)
@@ -254,6 +272,7 @@ def _attend(
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
     lengths: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     parts: tl.tensor,
     weights: tl.tensor,
@@ -265,6 +284,7 @@ def _merge(
     TILE: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """The output of one head of a row, from what its splits found."""
@@ -279,8 +299,12 @@ def _merge(
         split = tl.arange(0, SPLITS_PADDED)
         channel = tl.arange(0, HEAD_PADDED)
         weight = tl.load(weights + place * splits + split, mask=split < used, other=float("-inf"))
-        weight = tl.exp2(weight - tl.max(weight, 0))
-        weight = weight / tl.sum(weight, 0)
+        highest = tl.max(weight, 0)
+        weight = tl.exp2(weight - highest)
+        total = tl.sum(weight, 0)
+        if SINKS:
+            total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - highest)
+        weight = weight / total
         inside = (split < used)[:, None] & (channel < HEAD_DIM)[None, :]
         found = tl.load(parts + (place * splits + split)[:, None] * HEAD_DIM + channel[None, :], mask=inside, other=0.0)
         merged = tl.sum(found * weight[:, None], 0)

@@ -121,6 +121,29 @@ def swiglu_backward(gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     return gradient, out
 
 
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """The product (up + 1) · gate · sigmoid(alpha · gate) of clamped numbers in turns, gate_up [rows, 2 · width]."""
+    gate_up = gate_up.contiguous()
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    launch: Any = _clamped_swiglu
+    options = {"WIDTH": width, "COLUMNS": COLUMNS, "num_warps": 4, **overlapping(gate_up.device, rows)}
+    launch[(rows, triton.cdiv(width, COLUMNS))](gate_up, out, alpha, limit, **options)
+    return out
+
+
+def clamped_swiglu_backward(gate_up: Tensor, d_out: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
+    """The gradient of gate_up [rows, 2 · width], and what `clamped_swiglu` makes of it again."""
+    gate_up, d_out = gate_up.contiguous(), d_out.contiguous()
+    rows, width = d_out.shape
+    gradient, out = torch.empty_like(gate_up), torch.empty_like(d_out)
+    launch: Any = _clamped_swiglu_backward
+    launch[(rows, triton.cdiv(width, COLUMNS))](
+        gate_up, d_out, gradient, out, alpha, limit, WIDTH=width, COLUMNS=COLUMNS, num_warps=4
+    )
+    return gradient, out
+
+
 def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """Heads x [tokens, heads, width], normed if there is a weight, and rotated."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -362,6 +385,68 @@ def _swiglu_backward(
     tl.store(gradient + first, (d * up * sigmoid * (1 + gate * (1 - sigmoid))).to(dtype), mask=inside)
     tl.store(gradient + first + WIDTH, (d * gate * sigmoid).to(dtype), mask=inside)
     tl.store(out + row * WIDTH + column, (gate * sigmoid * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def _in_turns(
+    gate_up: tl.tensor, row: tl.tensor, first: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+) -> tl.tuple:
+    """Gate and up [COLUMNS] in float32, from their columns `first` of one row, and where both lie [2 · COLUMNS]."""
+    place = 2 * first + tl.arange(0, 2 * COLUMNS)
+    both = tl.load(gate_up + row * 2 * WIDTH + place, mask=place < 2 * WIDTH, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(both, (COLUMNS, 2)))
+    return gate, up, place
+
+
+@triton.jit
+def _clamped_swiglu(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """Some columns of one row."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * COLUMNS
+    gate, up, _ = _in_turns(gate_up, row, first, WIDTH, COLUMNS)
+    gate = tl.where(gate > limit, limit, gate)  # NaN stays
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    column = first + tl.arange(0, COLUMNS)
+    found = (up + 1) * gate * tl.sigmoid(alpha * gate)
+    tl.store(out + row * WIDTH + column, found.to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def _clamped_swiglu_backward(
+    gate_up: tl.tensor,
+    d_out: tl.tensor,
+    gradient: tl.tensor,
+    out: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Some columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * COLUMNS
+    free_gate, free_up, place = _in_turns(gate_up, row, first, WIDTH, COLUMNS)
+    gate = tl.where(free_gate > limit, limit, free_gate)  # NaN stays
+    up = tl.where(free_up > limit, limit, tl.where(free_up < -limit, -limit, free_up))
+    column = first + tl.arange(0, COLUMNS)
+    d = tl.load(d_out + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(alpha * gate)
+    d_gate = tl.where(free_gate > limit, 0.0, d * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid)))
+    d_up = tl.where((free_up > limit) | (free_up < -limit), 0.0, d * gate * sigmoid)
+    dtype = gradient.dtype.element_ty
+    tl.store(gradient + row * 2 * WIDTH + place, tl.interleave(d_gate, d_up).to(dtype), mask=place < 2 * WIDTH)
+    tl.store(out + row * WIDTH + column, ((up + 1) * gate * sigmoid).to(dtype), mask=column < WIDTH)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -63,23 +63,41 @@ def flash_attention(
     `varlen_attn` does the same. It does not say that it takes fewer heads of keys and values in torch 2.11, and its
     wrappers in Python take longer than the kernel does for an image.
     """
-    sees: dict[str, Any] = {"is_causal": causal}
-    if window is not None:
-        sees = {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, cu_query, cu_key, *longest, dropout_p=0.0, return_debug_mask=False, scale=scale, **sees
+        *(query, key, value, cu_query, cu_key, *longest),
+        dropout_p=0.0,
+        return_debug_mask=False,
+        scale=scale,
+        **_sees(window, causal),
     )[0]
     return out
 
 
+def _sees(window: int | None, causal: bool = True) -> dict[str, Any]:
+    """What the kernel is told of the keys that a query sees."""
+    if window is None:
+        return {"is_causal": causal}
+    return {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
+
+
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Causal attention of whole sequences; shapes as in `PassPlan.attend`."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not _groups_heads(query.dtype, query.shape[2], query.device):
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    return flash_attention(query, key, value, cu_seqlens, cu_seqlens, (longest, longest), scale, window)
+    bounds = cu_seqlens, cu_seqlens, (longest, longest)
+    if sinks is None:
+        return flash_attention(query, key, value, *bounds, scale, window)
+    return with_sinks(FlashAttention(*bounds, scale, window), query, key, value, sinks)
 
 
 @cache
@@ -129,6 +147,169 @@ def attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float
     return out.transpose(1, 2).flatten(0, 1)
 
 
+# Attention with sinks: each head has a learned score that takes a share of the softmax, and nothing for it.
+#
+# Let `out` and `lse` be the output of attention without sinks and the logarithm of its sum of exponentials. Then
+# lse' = log(exp(lse) + exp(sink)) is that of all, and out' = out · exp(lse - lse') the output. Attention's backward
+# makes weights of scores and `lse`, and subtracts the product of the output and its gradient from those of the weights:
+# given out' and lse' it returns the gradients of attention with sinks, since these add nothing to the output.
+
+TILE = 256
+"""Queries whose scores are in memory at a time, where PyTorch's operations compute them."""
+
+
+class Attends(Protocol):
+    """Causal attention in two parts, shapes as in `PassPlan.attend`."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output, and the logarithms of the sums of exponentials of scores [tokens, heads]."""
+        ...
+
+    def backward(
+        self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class FlashAttention:
+    """By the kernel of `flash_attention`, whose arguments these are."""
+
+    cu_query: Tensor
+    cu_key: Tensor
+    longest: tuple[int, int]
+    scale: float
+    window: int | None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(query, key, value, self.cu_query, self.cu_key, *self.longest),
+            dropout_p=0.0,
+            return_debug_mask=False,
+            scale=self.scale,
+            **_sees(self.window),
+        )
+        return out, lse.t()
+
+    def backward(
+        self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # without dropout nothing is drawn
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            *(d_out, query, key, value, out, lse.t().contiguous(), self.cu_query, self.cu_key, *self.longest),
+            dropout_p=0.0,
+            philox_seed=no_seed,
+            philox_offset=no_seed,
+            scale=self.scale,
+            **_sees(self.window),
+        )
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class TiledAttention:
+    """By PyTorch's operations, `TILE` queries at a time, with the keys that they see.
+
+    There are `count` sequences of equal length. Where they have fewer queries than keys, these are those of the last.
+    """
+
+    count: int
+    scale: float
+    window: int | None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (self._laid_out(x, key.shape[1]) for x in (query, key, value))
+        out, lse = torch.empty_like(q), q.new_empty(*q.shape[:-1], 1)
+        for rows, keys, unseen in self._tiles(q, k):
+            scores = self._scores(q[..., rows, :], k[..., keys, :], unseen)
+            lse[..., rows, :] = scores.logsumexp(-1, keepdim=True)
+            out[..., rows, :] = (scores - lse[..., rows, :]).exp() @ v[..., keys, :]
+        return self._by_token(out).to(query.dtype), self._by_token(lse).squeeze(-1)
+
+    def backward(
+        self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        of_rows = query, d_out, lse.unsqueeze(-1), (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
+        q, d, lse, product = (self._laid_out(x, key.shape[1]) for x in of_rows)
+        k, v = (self._laid_out(x, key.shape[1]) for x in (key, value))
+        d_query, d_key, d_value = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, keys, unseen in self._tiles(q, k):
+            p = (self._scores(q[..., rows, :], k[..., keys, :], unseen) - lse[..., rows, :]).exp()
+            d_scores = p * (d[..., rows, :] @ v[..., keys, :].mT - product[..., rows, :]) * self.scale
+            d_query[..., rows, :] = d_scores @ k[..., keys, :]
+            # Heads of queries that share one of keys and values: the sum of what each gives
+            d_key[..., keys, :] += (d_scores.mT @ q[..., rows, :]).sum(2, keepdim=True)
+            d_value[..., keys, :] += (p.mT @ d[..., rows, :]).sum(2, keepdim=True)
+        d_query, d_key, d_value = (self._by_token(x).to(query.dtype) for x in (d_query, d_key, d_value))
+        return d_query, d_key, d_value
+
+    def _laid_out(self, x: Tensor, kv_heads: int) -> Tensor:
+        """[tokens, heads, width] -> [sequences, kv_heads, heads of each, length, width], in float32 at least."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return wide.reshape(self.count, -1, kv_heads, x.shape[1] // kv_heads, x.shape[2]).permute(0, 2, 3, 1, 4)
+
+    def _by_token(self, x: Tensor) -> Tensor:
+        """The inverse of `_laid_out`."""
+        return x.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+
+    def _tiles(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield queries, the keys that any of them sees, and which of these each does not see: [queries, keys]."""
+        before = k.shape[-2] - q.shape[-2]
+        place = torch.arange(k.shape[-2], device=q.device)
+        for start in range(0, q.shape[-2], TILE):
+            end = min(start + TILE, q.shape[-2])
+            first = 0 if self.window is None else max(0, before + start + 1 - self.window)
+            own, keys = place[before + start : before + end].unsqueeze(1), place[first : before + end]
+            unseen = keys > own if self.window is None else (keys > own) | (keys <= own - self.window)
+            yield slice(start, end), slice(first, before + end), unseen
+
+    def _scores(self, q: Tensor, k: Tensor, unseen: Tensor) -> Tensor:
+        return (q @ k.mT * self.scale).masked_fill(unseen, -torch.inf)
+
+
+def with_sinks(attends: Attends, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+    """Attention with `sinks` [heads]; shapes as in `PassPlan.attend`. Differentiable."""
+    compute: Any = _WithSinks.apply
+    out: Tensor = compute(attends, query, key, value, sinks)
+    return out
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, attends: Attends, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        out, lse = attends.forward(query, key, value)
+        of_all = torch.logaddexp(lse, sinks.to(lse.dtype))  # [tokens, heads]
+        out = (out * (lse - of_all).exp().unsqueeze(-1)).to(query.dtype)
+        ctx.attends = attends
+        ctx.save_for_backward(query, key, value, sinks, out, of_all)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, of_all = ctx.saved_tensors
+        d_out = grads[0].contiguous()
+        d_sinks = None
+        if ctx.needs_input_grad[4]:
+            share = (sinks.to(of_all.dtype) - of_all).exp()
+            d_sinks = -(share * (d_out.to(of_all.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
+        return None, *ctx.attends.backward(d_out, query, key, value, out, of_all), d_sinks
+
+
+def attend_to_all(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, sinks: Tensor) -> Tensor:
+    """Attention with sinks of one query of each row: query and output [rows, heads, head_dim].
+
+    keys and values [rows, kv_heads, places, head_dim], `seen` [rows, places] says which a row sees.
+    """
+    rows, kv_heads, places = keys.shape[:3]
+    exact = torch.promote_types(query.dtype, torch.float32)
+    folded = query.to(exact).view(rows, kv_heads, -1, query.shape[2])
+    scores = (folded @ keys.to(exact).mT * scale).masked_fill(~seen[:, None, None, :], -torch.inf)
+    of_sinks = sinks.to(exact).view(1, kv_heads, -1, 1).expand(rows, -1, -1, 1)
+    shares = torch.cat([scores, of_sinks], -1).softmax(-1)[..., :places]
+    return (shares @ values.to(exact)).flatten(1, 2).to(query.dtype)
+
+
 # Attention whose result for a token depends on what it sees alone, not on how many others are computed with it.
 #
 # Every token is a row of its own and reads keys and values from blocks, in chunks of one size that begin with its
@@ -144,7 +325,14 @@ CHUNK = 64
 
 
 def stable_attention(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention output [rows, heads, head_dim] of query [rows, heads, head_dim] to what each row sees.
 
@@ -154,9 +342,9 @@ def stable_attention(
     if on_paged_kernel(query):
         from tinsmith.kernels.paged_attention import paged_kernel
 
-        return paged_kernel(query, keys, values, table.int(), lengths.int(), scale, window, most_splits=1)
+        return paged_kernel(query, keys, values, table.int(), lengths.int(), scale, window, sinks, most_splits=1)
     return torch.cat(
-        [_tile(*tile, keys, values, scale, window) for tile in _tiles(query, table, lengths, keys.shape[1])]
+        [_tile(*tile, keys, values, scale, window, sinks) for tile in _tiles(query, table, lengths, keys.shape[1])]
     )[: len(query)]
 
 
@@ -182,7 +370,9 @@ class PackedBlocks:
         )
         self.lengths = upload(within + 1, device)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         """Causal attention; shapes as in `PassPlan.attend`."""
         keys, values = (
             x.new_zeros(self.blocks * BLOCK, *x.shape[1:])
@@ -190,7 +380,7 @@ class PackedBlocks:
             .unflatten(0, (self.blocks, BLOCK))
             for x in (key, value)
         )
-        return stable_attention(query, keys, values, self.table, self.lengths, scale, window)
+        return stable_attention(query, keys, values, self.table, self.lengths, scale, window, sinks)
 
 
 def _tiles(query: Tensor, table: Tensor, lengths: Tensor, block: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -205,7 +395,14 @@ def _tiles(query: Tensor, table: Tensor, lengths: Tensor, block: int) -> list[tu
 
 
 def _tile(
-    query: Tensor, table: Tensor, lengths: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    query: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One tile, chunk by chunk. Chunks that a row does not see change nothing of it, to the last bit."""
     rows, heads, head_dim = query.shape
@@ -235,6 +432,9 @@ def _tile(
         total = total * shrink + p.sum(-1, keepdim=True)
         sums = sums * shrink + torch.bmm(p, torch.where(seen.mT, v, 0.0))
         highest = higher
+    if sinks is not None:
+        share = sinks.to(exact).view(1, kv_heads, -1, 1).expand(rows, -1, -1, 1).reshape(highest.shape)
+        total = total + (share - torch.where(highest == -torch.inf, share, highest)).exp()
     return torch.where(total > 0, sums / total, 0.0).to(query.dtype).view(rows, heads, head_dim)
 
 
@@ -247,11 +447,21 @@ def _tile(
 class PassPlan(Protocol):
     """Attention, convolution and delta rule of a forward pass, for layers that know nothing of sequences and caches."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Attention output [tokens, heads, head_dim] of layer number `layer`.
 
         query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], rotary positions already applied.
-        `window` is the number of last positions a token sees, itself included; None means all.
+        `window` is the number of last positions a token sees, itself included; None means all. `sinks` [heads] are
+        scores that take a share of the softmax, and nothing for it; None if there are none.
         """
         ...
 
@@ -304,18 +514,30 @@ class PackedPlan:
         if half_on_gpu(device, dtype):
             self.cu_seqlens = upload(np.cumsum([0, *lengths], dtype=np.int32), device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         if self.blocks is not None:
-            return self.blocks.attend(query, key, value, scale, window)
+            return self.blocks.attend(query, key, value, scale, window, sinks)
         if self.cu_seqlens is not None:
-            if self.is_dense(window):
+            if sinks is None and self.is_dense(window):
                 return dense_attention(self.runs[0], query, key, value, scale)
-            return varlen_attention(query, key, value, self.cu_seqlens, self.max_length, scale, window)
+            return varlen_attention(query, key, value, self.cu_seqlens, self.max_length, scale, window, sinks)
         sizes = [run.count * run.length for run in self.runs]
         # Split, not sliced: backward then joins the gradients of the pieces once, instead of adding up rows of zeros
         # with one piece each.
         pieces = zip(self.runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
-        parts = [attend_run(run, q, k, v, scale, window) for run, q, k, v in pieces]
+        if sinks is None:
+            parts = [attend_run(run, q, k, v, scale, window) for run, q, k, v in pieces]
+        else:
+            parts = [with_sinks(TiledAttention(run.count, scale, window), q, k, v, sinks) for run, q, k, v in pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def is_dense(self, window: int | None) -> bool:

@@ -16,6 +16,7 @@ reads them faster than a library's matrix product, and computes the norm before 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,8 +24,16 @@ from torch.nn.functional import linear
 
 from tinsmith.errors import UserError
 from tinsmith.kernels.dispatch import on_kernels
-from tinsmith.models.experts import ExpertStack, mix_bare, pairs_of
-from tinsmith.models.fused import Before, Normed, swiglu
+from tinsmith.models.experts import (
+    ExpertStack,
+    activate,
+    enter_experts,
+    gate_and_up,
+    mix_bare,
+    pairs_of,
+    with_biases,
+)
+from tinsmith.models.fused import Before, Normed
 from tinsmith.models.grouped_product import grouped_product
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
@@ -218,11 +227,7 @@ class RowAdapters(Adapters):
         self.columns = columns
         some = next(iter(self.matrices.values()), None)
         self._uses_kernels = some is not None and on_kernels("lora", some.a)
-        if some is not None and not self._uses_kernels:
-            column = torch.arange(batched.columns, device=columns.device)
-            start, end = columns.unsqueeze(-1).unbind(1)  # [rows, 1] each
-            self._own = (column >= start) & (column < end)  # [rows, columns]
-            self._scale = (LORA_ALPHA / (end - start).clamp(min=1)).to(batched.dtype)
+        self._width, self._dtype = batched.columns, batched.dtype
 
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """The layer with each row's adapter: x [rows, in] -> [rows, out]."""
@@ -245,25 +250,38 @@ class RowAdapters(Adapters):
         matrices = self.experts.get(stack.name)
         if matrices is None:
             return mix_rows(stack, h, weights, chosen)
-        if self._uses_kernels:
+        whole = for_kernels(stack, h)
+        if whole is not None:
             from tinsmith.kernels import experts
 
             own = (self.columns, matrices.a, matrices.b, matrices.inner, matrices.outer, matrices.tiles)
             adapters = experts.RowMatrices(*own, OUTPUTS, LORA_ALPHA)
-            return experts.mix(h, weights, chosen, stack.gate_up, stack.down, adapters)
+            return experts.mix(h, weights, chosen, *whole, adapters)
         pairs = pairs_of(stack.kind, chosen, None, 1)
-        of_pairs = pairs.weights(weights)
-        inner = grouped_product(pairs.copied(h), stack.gate_up, pairs.ends)  # [pairs, 2 · width]
-        for part, b, a in zip(inner.chunk(2, 1), matrices.b.chunk(2, 1), matrices.a, strict=True):
+        of_pairs, (gate_up, down) = pairs.weights(weights), stack.matrices
+        inner = enter_experts(pairs, chosen, h, gate_up, None if stack.biases is None else stack.biases.gate_up)
+        for part, b, a in zip(gate_and_up(stack.kind, inner), matrices.b.chunk(2, 1), matrices.a, strict=True):
             part += grouped_product(pairs.copied(self._own_of(h @ a.t())), b, pairs.ends)
-        activated = swiglu(inner)
-        out = pairs.summed(grouped_product(activated, stack.down, pairs.ends) * of_pairs)
+        activated = activate(stack.kind, inner)
+        out = pairs.summed(grouped_product(activated, down, pairs.ends) * of_pairs)
         inside = pairs.summed(grouped_product(activated, matrices.inner, pairs.ends) * of_pairs)
-        return out.addmm_(self._own_of(inside), matrices.outer.t())
+        return with_biases(stack, out, weights, chosen).addmm_(self._own_of(inside), matrices.outer.t())
 
     def _own_of(self, reduced: Tensor) -> Tensor:
         """Keep of each row [rows, columns] its own columns, times their scale."""
         return torch.where(self._own, reduced, 0) * self._scale
+
+    @cached_property
+    def _own(self) -> Tensor:
+        """Whether a column is a row's own: [rows, columns]."""
+        column = torch.arange(self._width, device=self.columns.device)
+        start, end = self.columns.unsqueeze(-1).unbind(1)  # [rows, 1] each
+        return (column >= start) & (column < end)
+
+    @cached_property
+    def _scale(self) -> Tensor:
+        """Of each row: [rows, 1]."""
+        return (LORA_ALPHA / self.columns.diff(dim=1).clamp(min=1)).to(self._dtype)
 
     def _add(self, y: Tensor, x: Tensor, matrices: Matrices) -> None:
         reduced = (x @ matrices.a.flatten(0, 1).t()).unflatten(1, matrices.a.shape[:2])  # [rows, targets, columns]
@@ -301,7 +319,7 @@ def route_rows(stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]
 
     `choose` takes note of the experts and returns them as they are.
     """
-    if not on_kernels("experts", h):
+    if for_kernels(stack, h) is None:
         return stack.route(h, choose)
     from tinsmith.kernels import experts
 
@@ -311,11 +329,23 @@ def route_rows(stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]
 
 def mix_rows(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Compute the experts of rows h [rows, hidden] of a step, which have no adapters; without gradients."""
-    if not on_kernels("experts", h):
+    whole = for_kernels(stack, h)
+    if whole is None:
         return mix_bare(stack, h, weights, chosen)
     from tinsmith.kernels import experts
 
-    return experts.mix(h, weights, chosen, stack.gate_up, stack.down, None)
+    return experts.mix(h, weights, chosen, *whole, None)
+
+
+def for_kernels(stack: ExpertStack, h: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The matrices of gate and up, and of down, if our kernels compute these experts of rows h [rows, hidden].
+
+    They have no biases and are not quantized.
+    """
+    if stack.biases is not None or not on_kernels("experts", h):
+        return None
+    gate_up, down = stack.gate_up, stack.down
+    return (gate_up, down) if isinstance(gate_up, Tensor) and isinstance(down, Tensor) else None
 
 
 class BareRows(Adapters):

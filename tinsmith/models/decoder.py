@@ -137,6 +137,19 @@ class Norm:
 
 
 @dataclass(frozen=True, eq=False)
+class Sinks:
+    """Learned scores of attention's heads that take a share of the softmax."""
+
+    name: str
+    """Name of the parameter inside the language model."""
+    scores: Tensor
+    """[heads]"""
+
+    def with_weights(self, parameters: Mapping[str, Tensor]) -> "Sinks":
+        return replace(self, scores=parameters.get(self.name, self.scores))
+
+
+@dataclass(frozen=True, eq=False)
 class Pass:
     """State that all layers of one pass share."""
 
@@ -167,6 +180,7 @@ class AttentionBlock:
     scale: float
     window_of: Any
     """The module or configuration that has the length of the sliding window, if there is one."""
+    sinks: Sinks | None
 
     def __call__(self, x: Tensor, delta: Tensor | None, norm: Norm, shared: Pass) -> tuple[Tensor, Tensor]:
         """Return the sum of x and delta [tokens, hidden], and the block's output for it, to be added later."""
@@ -181,7 +195,8 @@ class AttentionBlock:
     def attend(self, plan: PassPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention between the tokens of the pass: [tokens, heads, head_dim]."""
         window = None if self.window_of is None else self.window_of.sliding_window
-        return plan.attend(self.index, query, key, value, self.scale, window)
+        sinks = None if self.sinks is None else self.sinks.scores
+        return plan.attend(self.index, query, key, value, self.scale, window, sinks)
 
     def leave(self, out: Tensor, gate: Sequence[Tensor], shared: Pass) -> Tensor:
         """Project attention's output [tokens, heads, head_dim] to [tokens, hidden]."""
@@ -202,6 +217,7 @@ class AttentionBlock:
             output=self.output.with_weights(parameters),
             norms=norms,
             head_weights=head_weights(norms, self.heads),
+            sinks=None if self.sinks is None else self.sinks.with_weights(parameters),
         )
 
 

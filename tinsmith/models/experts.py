@@ -8,7 +8,8 @@ adapters another (`grouped_product.py`). The weighted outputs of a token's pairs
     out  = Σ_e w[e] · W_down[e] a[e]  +  scale · B_down Σ_e w[e] · A_down[e] a[e],      a[e] = silu(gate) · up
 
 The shared matrices A_gate, A_up and B_down are multiplied once a token, before it is copied to its experts and after
-their sum.
+their sum. Where experts have biases, those of gate and up are added before the activation, and those of down, weighted,
+to the sum.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, softmax
 
-from tinsmith.models.fused import swiglu, swiglu_backward
+from tinsmith.models.fused import clamped_swiglu, clamped_swiglu_backward, swiglu, swiglu_backward
 from tinsmith.models.grouped_product import grouped_product, outer_product, transposed_product
 from tinsmith.models.layers import Experts
 from tinsmith.models.lora import ExpertFactors, Segment, experts_of
@@ -29,37 +30,69 @@ RANKS = 8
 """Ranks are padded to multiples of it: grouped products in half precision read 16 bytes at a time."""
 
 
+class ExpertBiases(NamedTuple):
+    """The biases of a mixture of experts and of its router."""
+
+    router: Tensor
+    """[experts]"""
+    gate_up: Tensor
+    """[experts, 2 · width]"""
+    down: Tensor
+    """[experts, hidden]"""
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertStack:
-    """The weights of a mixture of experts and of its router."""
+    """The weights of a mixture of experts and of its router, as transformers has them."""
 
     name: str
     """Inside the language model."""
     kind: Experts
-    names: tuple[str, str, str]
-    """Names of the three parameters inside the language model."""
+    names: tuple[str, ...]
+    """Names of the `parameters` inside the language model."""
     router: Tensor
     """[experts, hidden]"""
     gate_up: Matrices
-    """[experts, 2 · width, hidden]"""
+    """[experts, 2 · width, hidden]; as a tensor [experts, hidden, 2 · width] if the kind is clamped"""
     down: Matrices
-    """[experts, hidden, width]"""
+    """[experts, hidden, width]; as a tensor [experts, width, hidden] if the kind is clamped"""
+    biases: ExpertBiases | None = None
+    """None if there are none."""
+
+    @property
+    def parameters(self) -> tuple[Matrices, ...]:
+        """The weights, and the biases if there are any."""
+        return (self.router, self.gate_up, self.down, *(self.biases or ()))
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "ExpertStack":
         """Use these parameters, by name, in the place of its own."""
-        router, gate_up, down = self.names
+        router, gate_up, down, *biases = self.names
         return replace(
             self,
             router=parameters.get(router, self.router),
             gate_up=parameters.get(gate_up, self.gate_up),
             down=parameters.get(down, self.down),
+            biases=self.biases
+            and ExpertBiases(*(parameters.get(*own) for own in zip(biases, self.biases, strict=True))),
         )
+
+    @property
+    def matrices(self) -> tuple[Matrices, Matrices]:
+        """Those of gate and up, and of down: [experts, out, in]."""
+        gate_up, down = self.gate_up, self.down
+        if self.kind.clamped is None or not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
+            return gate_up, down
+        return gate_up.transpose(1, 2), down.transpose(1, 2)
 
     def route(self, h: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Choose experts of tokens h [tokens, hidden] as transformers does: weights and numbers [tokens, per_token].
 
         `choose` may put others in their place; their weights are what the router gives these.
         """
+        if self.biases is not None:
+            scores = linear(h, self.router, self.biases.router)
+            chosen = choose(scores.topk(self.kind.per_token, dim=-1).indices)
+            return softmax(scores.gather(1, chosen), dim=-1), chosen
         probabilities = softmax(linear(h, self.router), dim=-1, dtype=torch.float32)
         chosen = choose(probabilities.topk(self.kind.per_token, dim=-1).indices)
         weights = probabilities.gather(1, chosen)
@@ -125,6 +158,52 @@ class Owners(NamedTuple):
     """[tokens] int64: the same of each token; None if there is one owner."""
 
 
+# What experts compute between their products
+
+
+def gate_and_up(kind: Experts, gate_up: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Views of the gate and of what it multiplies, in what the matrix of both gives; `dim` is its dimension there."""
+    if kind.clamped is None:
+        gate, up = gate_up.chunk(2, dim)
+        return gate, up
+    gate, up = gate_up.unflatten(dim, (kind.width, 2)).unbind(dim + 1)
+    return gate, up
+
+
+def activate(kind: Experts, gate_up: Tensor) -> Tensor:
+    """Compute the activation of gate_up [pairs, 2 · width]: [pairs, width]."""
+    if kind.clamped is None:
+        return swiglu(gate_up)
+    return clamped_swiglu(gate_up, kind.clamped.alpha, kind.clamped.limit)
+
+
+def activate_backward(kind: Experts, gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of gate_up [pairs, 2 · width], and what `activate` makes of it again."""
+    if kind.clamped is None:
+        return swiglu_backward(gate_up, d_out)
+    return clamped_swiglu_backward(gate_up, d_out, kind.clamped.alpha, kind.clamped.limit)
+
+
+def enter_experts(pairs: Pairs, chosen: Tensor, h: Tensor, gate_up: Matrices, bias: Tensor | None) -> Tensor:
+    """Multiply tokens h [tokens, hidden] with gate and up of their experts, and add the biases: [pairs, 2 · width]."""
+    inner = grouped_product(pairs.copied(h), gate_up, pairs.expert_ends)
+    return inner if bias is None else inner.addmm_(_one_hot(pairs, chosen, bias), bias)
+
+
+def _one_hot(pairs: Pairs, chosen: Tensor, bias: Tensor) -> Tensor:
+    """[pairs, experts]: ones at their experts, in the precision of `bias` [experts, ...]."""
+    numbers = chosen.flatten().index_select(0, pairs.order).unsqueeze(1)
+    return bias.new_zeros(len(numbers), len(bias)).scatter_(1, numbers, 1)
+
+
+def with_biases(stack: ExpertStack, out: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Add the biases of down, weighted, to the sums of experts [tokens, hidden], if there are any."""
+    if stack.biases is None:
+        return out
+    bias = stack.biases.down
+    return torch.addmm(out, weights.new_zeros(len(weights), len(bias)).scatter(1, chosen, weights), bias)
+
+
 def mix(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor, owners: Owners) -> Tensor:
     """Compute the experts of tokens h [tokens, hidden] with the adapters of a packed row. Differentiable.
 
@@ -133,21 +212,23 @@ def mix(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor, owners: 
     pairs = pairs_of(stack.kind, chosen, owners.of_tokens, len(owners.factors))
     compute: Any = _Mixed.apply
     found = [own for own in owners.factors if own is not None]
+    bias = None if stack.biases is None else stack.biases.gate_up
+    given = (stack.kind, pairs, chosen, h, weights, *stack.matrices, bias)
     if not found:
-        out: Tensor = compute(pairs, h, weights, stack.gate_up, stack.down)[0]
-        return out
+        return with_biases(stack, compute(*given)[0], weights, chosen)
     rank = -(-max(factors.rank for factors, _ in found) // RANKS) * RANKS
     own = (_stacked(owners, number, rank) for number in range(3))
-    out, inside = compute(pairs, h, weights, stack.gate_up, stack.down, _reduced(h, owners, rank), *own)
-    return _added(out, inside, owners)
+    out, inside = compute(*given, _reduced(h, owners, rank), *own)
+    return _added(with_biases(stack, out, weights, chosen), inside, owners)
 
 
 class _Mixed(torch.autograd.Function):
     """Computes pairs, and keeps of them what goes into their activation alone.
 
-    Inputs: h [tokens, hidden], the router's weights [tokens, per_token], gate_up and down of the stack. With adapters
-    also h behind the A's of gate and up [tokens, 2 · rank], and the matrices that experts have of their own: B's of
-    gate and of up [experts · owners, width, rank], and A's of down [experts · owners, rank, width].
+    Inputs: the numbers of experts and the router's weights [tokens, per_token], h [tokens, hidden], the matrices of the
+    stack and the bias of gate and up, if there is one. With adapters also h behind the A's of gate and up
+    [tokens, 2 · rank], and the matrices that experts have of their own: B's of gate and of up
+    [experts · owners, width, rank], and A's of down [experts · owners, rank, width].
 
     Results: the sum of each token's experts [tokens, hidden], and with adapters the same behind the A's of down
     [tokens, rank].
@@ -155,33 +236,43 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pairs: Pairs, h: Tensor, weights: Tensor, gate_up: Matrices, down: Matrices, *lora: Tensor
+        ctx: Any,
+        kind: Experts,
+        pairs: Pairs,
+        chosen: Tensor,
+        h: Tensor,
+        weights: Tensor,
+        gate_up: Matrices,
+        down: Matrices,
+        bias: Tensor | None,
+        *lora: Tensor,
     ) -> tuple[Tensor, ...]:
-        inner = grouped_product(pairs.copied(h), gate_up, pairs.expert_ends)  # [pairs, 2 · width]
+        inner = enter_experts(pairs, chosen, h, gate_up, bias)
         if lora:
             reduced, b_gate, b_up, _ = lora
-            for part, own, u in zip(inner.chunk(2, 1), (b_gate, b_up), pairs.copied(reduced).chunk(2, 1), strict=True):
+            of_both = zip(gate_and_up(kind, inner), (b_gate, b_up), pairs.copied(reduced).chunk(2, 1), strict=True)
+            for part, own, u in of_both:
                 part += grouped_product(u, own, pairs.ends)
-        activated = swiglu(inner)  # [pairs, width]
+        activated = activate(kind, inner)  # [pairs, width]
         of_pairs = pairs.weights(weights)
         out = pairs.summed(grouped_product(activated, down, pairs.expert_ends) * of_pairs)
-        ctx.per_token = pairs.per_token
+        ctx.kind = kind
         # Tensors may be anybody's leaves; quantized matrices are never trained, nor do they change.
         ctx.quantized = [None if isinstance(own, Tensor) else own for own in (gate_up, down)]
         tensors = (own if isinstance(own, Tensor) else None for own in (gate_up, down))
-        ctx.save_for_backward(*pairs[1:], inner, h, weights, *tensors, *lora)
+        ctx.save_for_backward(*pairs[1:], chosen, inner, h, weights, *tensors, bias, *lora)
         if not lora:
             return (out,)
         return out, pairs.summed(grouped_product(activated, lora[3], pairs.ends) * of_pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        order, tokens, places, expert_ends, ends, inner, h, weights, gate_up, down, *lora = ctx.saved_tensors
-        pairs = Pairs(ctx.per_token, order, tokens, places, expert_ends, ends)
-        gate_up, down = (
-            saved if own is None else own for own, saved in zip(ctx.quantized, (gate_up, down), strict=True)
-        )
-        _, wants_h, wants_weights, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
+        kind: Experts = ctx.kind
+        saved = ctx.saved_tensors  # asked for once: a layer that is recomputed gives them once
+        pairs = Pairs(kind.per_token, *saved[:5])
+        chosen, inner, h, weights, gate_up, down, bias, *lora = saved[5:]
+        gate_up, down = (held if own is None else own for own, held in zip(ctx.quantized, (gate_up, down), strict=True))
+        wants_h, wants_weights, wants_gate_up, wants_down, wants_bias, *_ = ctx.needs_input_grad[3:]
         of_pairs = pairs.weights(weights)
         d_out = pairs.copied(grads[0])  # [pairs, hidden], without the router's weight, as all until `d_activated`
         d = transposed_product(d_out, down, pairs.expert_ends)  # [pairs, width]
@@ -191,14 +282,15 @@ class _Mixed(torch.autograd.Function):
             d += transposed_product(d_inside, a_down, pairs.ends)
         # What an expert makes of its activation is weighted alike with A and without: so the gradient of its weight is
         # the product of the activation and its gradient.
-        d_inner, activated = swiglu_backward(inner, d * of_pairs)
+        d_inner, activated = activate_backward(kind, inner, d * of_pairs)
         d_weights = (d * activated).sum(-1)[pairs.places].view_as(weights) if wants_weights else None
         d_h = pairs.summed(transposed_product(d_inner, gate_up, pairs.expert_ends)) if wants_h else None
         d_gate_up = outer_product(d_inner, pairs.copied(h), gate_up, pairs.expert_ends) if wants_gate_up else None
         d_down = outer_product(d_out * of_pairs, activated, down, pairs.expert_ends) if wants_down else None
-        found: list[Tensor | None] = [None, d_h, d_weights, d_gate_up, d_down]
+        d_bias = _one_hot(pairs, chosen, bias).t() @ d_inner if wants_bias else None
+        found: list[Tensor | None] = [None, None, None, d_h, d_weights, d_gate_up, d_down, d_bias]
         if lora:
-            d_gate, d_up = (part.contiguous() for part in d_inner.chunk(2, 1))
+            d_gate, d_up = (part.contiguous() for part in gate_and_up(kind, d_inner))
             u_gate, u_up = pairs.copied(reduced).chunk(2, 1)
             d_reduced = [transposed_product(part, own, pairs.ends) for part, own in ((d_gate, b_gate), (d_up, b_up))]
             found += [

@@ -4,20 +4,23 @@ A text model needs no entry here: whatever `AutoModelForCausalLM` loads is taken
 (`sampling/self_check.py`) decides.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import PickleError
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from tinsmith.errors import ConfigError
-from tinsmith.models.files import EXPERT_MODELS, EXPERTS, code_of_its_own, require_usable
+from tinsmith.models.files import EXPERT_MODELS, EXPERTS, code_of_its_own, require_usable, safetensors_files
 from tinsmith.models.layers import layers_of
+from tinsmith.models.mxfp4 import BLOCKS, METHOD, SCALES, dequantized, read_packed
 
 _UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
 """Exceptions of transformers for configurations with damaged values."""
@@ -91,13 +94,13 @@ def load_network(source: str, family: Family, dtype: Any) -> Any:
     local = Path(source).is_dir()
     require_usable([source], whole=local)  # a command has looked at a directory, but not at what comes from the Hub
     try:
-        network, loaded = family.auto_class.from_pretrained(
-            source,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-            trust_remote_code=False,
-        )
+        # Tensors of other sizes are refused below, by name
+        settings = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        config = read_config(source)
+        if is_packed(config):
+            network, loaded = _load_packed(source, family, config, settings)
+        else:
+            network, loaded = family.auto_class.from_pretrained(source, **settings, trust_remote_code=False)
     except (*_UNREADABLE, RuntimeError, ImportError, EOFError, PickleError, SafetensorError) as error:
         require_usable([source], whole=False)
         remedy = (
@@ -122,6 +125,36 @@ def load_network(source: str, family: Family, dtype: Any) -> Any:
             "download both of the same model again"
         )
     return network
+
+
+def is_packed(config: Any) -> bool:
+    """Whether experts of a model with this transformers configuration are in MXFP4 on disk."""
+    return (getattr(config, "quantization_config", None) or {}).get("quant_method") == METHOD
+
+
+def _load_packed(source: str, family: Family, config: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Load a network whose experts are in MXFP4 on disk, in the precision of the others.
+
+    Returns also what transformers says of it. Packed experts are read here, as transformers computes with them packed
+    where it can.
+    """
+    del config.quantization_config
+    dtype = config.dtype if settings["dtype"] == "auto" else settings["dtype"]
+    directory = Path(source)
+    if not directory.is_dir():  # other formats of the same weights lie in directories beside
+        directory = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], ignore_patterns="*/*"))
+    files = safetensors_files(directory)
+    tensors: dict[str, Any] = {name: dequantized(packed, dtype) for name, packed in read_packed(files)}
+    with ExitStack() as opened:
+        for file in files:
+            each = opened.enter_context(safe_open(file, framework="pt"))
+            names = (name for name in list(each.keys()) if not name.endswith((BLOCKS, SCALES)))
+            tensors |= {name: each.get_slice(name) for name in names}
+        kind = type(empty_network(source, family, config))
+        network, loaded = kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
+    if (directory / "generation_config.json").exists():
+        network.generation_config = GenerationConfig.from_pretrained(directory)
+    return network, loaded
 
 
 def _reason(error: Exception) -> str:

@@ -19,8 +19,11 @@ PICKLED = "pytorch_model*.bin"
 """Files that transformers loads if there is no safetensors file. A trainer may have left other .bin files beside."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names in configurations for the number of experts of a mixture."""
-EXPERT_MODELS = ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text")
+EXPERT_MODELS = ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text", "gpt_oss")
 """Model types whose mixtures of experts `models/experts.py` computes."""
+
+DEQUANTIZED = {("gpt_oss", "mxfp4")}
+"""Model types with methods of quantization that are read into the precision that is served."""
 
 _POINTER = b"version https://git-lfs"
 """First bytes of a pointer that Git LFS left in place of a file."""
@@ -265,8 +268,8 @@ def _unusable(file: Path, config: dict[str, Any]) -> Iterator[str]:
     if not isinstance(config.get("model_type"), str):
         yield f"{file} is no configuration of a model (it has no model_type); name the directory of a model"
     quantized = config.get("quantization_config") or _text(config).get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else "unknown"
+    method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else "unknown"
+    if quantized and (config.get("model_type"), method) not in DEQUANTIZED:
         yield (
             f"{file}: quantization_config: the weights are quantized ({method}) and cannot be trained; "
             "name the model they were made of"

@@ -205,6 +205,33 @@ def swiglu_backward(gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([d_gate, d_up], -1).to(gate_up.dtype), (gate * sigmoid * up).to(gate_up.dtype)
 
 
+# The activation of GPT-OSS's experts: (up + 1) · gate · sigmoid(alpha · gate) of clamped numbers
+
+
+@with_kernel("rows")
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gate_up [rows, 2 · width], whose columns are gate and up in turns -> [rows, width]."""
+    gate, up = _exact(gate_up).unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    out: Tensor = (up + 1) * gate * torch.sigmoid(alpha * gate)
+    return out.to(gate_up.dtype)
+
+
+@with_kernel("rows")
+def clamped_swiglu_backward(gate_up: Tensor, d_out: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
+    """The gradient of gate_up [rows, 2 · width], and what `clamped_swiglu` makes of it again.
+
+    What is clamped has no gradient.
+    """
+    free_gate, free_up = _exact(gate_up).unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = free_gate.clamp(max=limit), free_up.clamp(-limit, limit)
+    d, sigmoid = _exact(d_out), torch.sigmoid(alpha * gate)
+    d_gate = d * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
+    d_up = d * gate * sigmoid
+    both = torch.stack([d_gate.masked_fill(free_gate > limit, 0), d_up.masked_fill(free_up.abs() > limit, 0)], -1)
+    return both.flatten(-2).to(gate_up.dtype), ((up + 1) * gate * sigmoid).to(gate_up.dtype)
+
+
 class SwiGLU:
     """Input gate_up [tokens, 2 · width] -> [tokens, width]."""
 

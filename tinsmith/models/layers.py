@@ -3,7 +3,9 @@
 A kind says what a layer asks of a pass (`models/attention.py`) and what has to be kept of a sequence to continue it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from tinsmith.errors import ConfigError
 
 DELTA_NET_MODELS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """Model types whose `linear_attention` layers are the gated delta nets that `models/network.py` computes."""
+SINK_MODELS = ("gpt_oss",)
+"""Model types whose attention has sinks."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class Attention:
 
     kv_heads: int
     head_dim: int
+    sinks: bool = False
+    """Whether each head has a learned score that nothing is weighted by: it takes a share of the softmax."""
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Memory of the keys and values of one token."""
@@ -59,6 +65,14 @@ LayerKind = Attention | DeltaNet
 
 
 @dataclass(frozen=True)
+class ClampedSwiGLU:
+    """(up + 1) · gate · sigmoid(alpha · gate), gate at most `limit`, and up between it and its negative."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture of experts in the place of an MLP: a router sends each token to the few experts that suit it best."""
 
@@ -71,6 +85,12 @@ class Experts:
     """Whether the router's probabilities of the chosen experts are divided by their sum."""
     shared_width: int
     """The same width of the expert that computes every token, with a gate of its own; 0 if there is none."""
+    clamped: ClampedSwiGLU | None = None
+    """The experts' activation, if it is not SwiGLU.
+
+    Such experts, those of GPT-OSS, have biases, as their router does, whose softmax goes over the chosen ones alone.
+    Their matrices are [experts, in, out], and the outputs of gate and up take turns.
+    """
 
     def parameters(self, hidden: int) -> int:
         """Count the numbers of all experts' matrices, without the shared one's."""
@@ -92,7 +112,8 @@ def layers_of(source: str, model_type: str, text_config: Any) -> tuple[LayerKind
 def _read_kinds(source: str, model_type: str, text_config: Any) -> tuple[LayerKind, ...]:
     count = text_config.num_hidden_layers
     types = getattr(text_config, "layer_types", None) or ["full_attention"] * count
-    known = {"full_attention": _attention, "sliding_attention": _attention}
+    attention = partial(_attention, sinks=model_type in SINK_MODELS)
+    known: dict[str, Callable[[Any], LayerKind]] = dict.fromkeys(("full_attention", "sliding_attention"), attention)
     if model_type in DELTA_NET_MODELS:
         known["linear_attention"] = _delta_net
     unknown = sorted(set(types) - set(known))
@@ -104,10 +125,10 @@ def _read_kinds(source: str, model_type: str, text_config: Any) -> tuple[LayerKi
     return tuple(known[kind](text_config) for kind in types)
 
 
-def _attention(text_config: Any) -> LayerKind:
+def _attention(text_config: Any, sinks: bool) -> LayerKind:
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    return Attention(getattr(text_config, "num_key_value_heads", None) or heads, head_dim)
+    return Attention(getattr(text_config, "num_key_value_heads", None) or heads, head_dim, sinks)
 
 
 def _delta_net(text_config: Any) -> LayerKind:

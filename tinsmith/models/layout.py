@@ -14,7 +14,7 @@ from torch import nn
 
 from tinsmith.errors import ConfigError
 from tinsmith.models.families import Family, empty_network, family_of, read_config
-from tinsmith.models.layers import DeltaNet, Experts, LayerKind, layers_of
+from tinsmith.models.layers import ClampedSwiGLU, DeltaNet, Experts, LayerKind, layers_of
 from tinsmith.protocol.shapes import LoraShape
 
 ATTENTION_LINEARS = (
@@ -166,7 +166,8 @@ class Layout:
     @property
     def routers(self) -> tuple[str, ...]:
         """Prefixes of the parameters that choose experts, or weigh a shared one. They are never trained."""
-        return tuple(f"layers.{index}.mlp.{gate}." for index in self.experts for gate in ("gate", "shared_expert_gate"))
+        gates = ("gate", "router", "shared_expert_gate")
+        return tuple(f"layers.{index}.mlp.{gate}." for index in self.experts for gate in gates)
 
     @cached_property
     def active_weights(self) -> int:
@@ -256,15 +257,21 @@ def layout_of(source: str, family: Family, network: Any) -> Layout:
 
 def _experts(source: str, name: str, module: Any) -> Experts:
     """Read a mixture of experts. Raises ConfigError for weights in another layout than we compute."""
-    stack, router = module.experts, module.gate
-    count, width = stack.num_experts, stack.intermediate_dim
-    shared = getattr(module, "shared_expert", None)
-    expected = {
-        "gate_up_proj": (count, 2 * width, stack.hidden_dim),
-        "down_proj": (count, stack.hidden_dim, width),
-    }
+    stack, clamped = module.experts, None
+    expected: dict[str, tuple[int, ...]]
     found = {parameter: tuple(tensor.shape) for parameter, tensor in stack.named_parameters()}
-    if found != expected or not is_silu(stack.act_fn):
+    if hasattr(module, "router"):
+        router, count, width, hidden = module.router, stack.num_experts, stack.intermediate_size, stack.hidden_size
+        clamped = ClampedSwiGLU(stack.alpha, stack.limit)
+        expected = {"gate_up_proj": (count, hidden, 2 * width), "down_proj": (count, width, hidden)}
+        expected |= {"gate_up_proj_bias": (count, 2 * width), "down_proj_bias": (count, hidden)}
+        known = type(stack).__name__ == "GptOssExperts"
+    else:
+        router, count, width, hidden = module.gate, stack.num_experts, stack.intermediate_dim, stack.hidden_dim
+        expected = {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
+        known = is_silu(stack.act_fn)
+    shared = getattr(module, "shared_expert", None)
+    if found != expected or not known:
         raise ConfigError(f"{source}: the experts of {name} are not those that Tinsmith computes: {found}")
     return Experts(
         count,
@@ -272,6 +279,7 @@ def _experts(source: str, name: str, module: Any) -> Experts:
         width,
         getattr(router, "norm_topk_prob", True),
         0 if shared is None else shared.gate_proj.out_features,
+        clamped,
     )
 
 

@@ -7,7 +7,7 @@ transformers hands through to each layer.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -25,6 +25,7 @@ from tinsmith.models.decoder import recomputed
 from tinsmith.models.families import Family
 from tinsmith.models.full import FullWeights
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
+from tinsmith.models.layers import Experts
 from tinsmith.models.layout import LoraTarget, Projection
 from tinsmith.models.lora import ExpertFactors, Segment, experts_of
 from tinsmith.models.packed_lora import SegmentAdapters
@@ -56,6 +57,7 @@ def _attention(
     scaling: float,
     plan: PassPlan,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend for transformers: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
@@ -68,7 +70,7 @@ def _attention(
     if unknown:
         raise ConfigError(f"its attention needs what Tinsmith does not compute: {', '.join(unknown)}")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out = plan.attend(module.layer_idx, q, k, v, scaling, sliding_window)
+    out = plan.attend(module.layer_idx, q, k, v, scaling, sliding_window, s_aux)
     return out.unsqueeze(0), None
 
 
@@ -288,35 +290,41 @@ def attach_lora(model: nn.Module, targets: Mapping[str, LoraTarget], active: Act
         setattr(model.get_submodule(parent), child, LoraLinear(module, linear, dict(own), active))
 
 
-def attach_to_experts(language_model: nn.Module, layers: Iterable[int], active: ActivePass) -> None:
+def attach_to_experts(language_model: nn.Module, layers: Mapping[int, Experts], active: ActivePass) -> None:
     """Let the mixtures of experts of these layers compute each segment with its adapter."""
-    for index in layers:
+    for index, kind in layers.items():
         name = f"layers.{index}.mlp.experts"
         module: Any = language_model.get_submodule(name)
-        module.forward = partial(_forward_experts, module, name, active)
+        module.forward = partial(_forward_experts, module, name, kind, active)
 
 
 def _forward_experts(
-    module: Any, name: str, active: ActivePass, hidden: Tensor, chosen: Tensor, weights: Tensor
+    module: Any, name: str, kind: Experts, active: ActivePass, hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
     """Compute segment after segment by transformers' own code, each with weights that its adapter is merged into."""
     found = []
     quantized = {part: own for part, own in module.named_children() if isinstance(own, QuantizedParameter)}
     if quantized:
-        module = _with_parameters(module, {part: own.matrices.copied() for part, own in quantized.items()})
+        matrices = {part: own.matrices.copied() for part, own in quantized.items()}  # [experts, out, in]
+        if kind.clamped is not None:
+            matrices = {part: own.transpose(1, 2) for part, own in matrices.items()}
+        module = _with_parameters(module, matrices)
     for segment in active.segments or [Segment(0, len(hidden), None)]:
         own = slice(segment.start, segment.end)
         factors = None if segment.adapter is None else experts_of(segment.adapter, name)
         merged = module
         if segment.adapter is not None and factors is not None:
-            merged = _with_parameters(module, _merged(module, factors, segment.adapter.scale))
+            merged = _with_parameters(module, _merged(module, kind, factors, segment.adapter.scale))
         found.append(type(module).forward(merged, hidden[own], chosen[own], weights[own]))
     return torch.cat(found)
 
 
-def _merged(module: Any, factors: ExpertFactors, scale: float) -> dict[str, Tensor]:
+def _merged(module: Any, kind: Experts, factors: ExpertFactors, scale: float) -> dict[str, Tensor]:
     gate, up, down = (scale * pair.b @ pair.a for pair in factors)  # [experts, out, in]
-    return {"gate_up_proj": module.gate_up_proj + torch.cat([gate, up], 1), "down_proj": module.down_proj + down}
+    if kind.clamped is None:
+        return {"gate_up_proj": module.gate_up_proj + torch.cat([gate, up], 1), "down_proj": module.down_proj + down}
+    in_turns = torch.stack([gate, up], 2).flatten(1, 2).transpose(1, 2)
+    return {"gate_up_proj": module.gate_up_proj + in_turns, "down_proj": module.down_proj + down.transpose(1, 2)}
 
 
 def _with_parameters(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:

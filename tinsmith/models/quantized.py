@@ -257,11 +257,13 @@ def quantize_experts(
     """
     hidden = layout.targets[f"layers.{next(iter(layout.experts))}.mlp.experts.gate_proj"].in_features
     scratch = Scratch(form, scratch_numbers(layout.experts.values(), hidden), dtype, device)
-    for index in layout.experts:
+    for index, kind in layout.experts.items():
         module: Any = language_model.get_submodule(f"layers.{index}.mlp.experts")
         move_weights(module, device)
-        for name, parameter in list(module.named_parameters()):
-            codes, scales = (torch.cat(parts).to(home) for parts in zip(*_in_parts(parameter, form), strict=True))
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, name)
+            weight = weight if kind.clamped is None else weight.transpose(1, 2)  # [experts, out, in]
+            codes, scales = (torch.cat(parts).to(home) for parts in zip(*_in_parts(weight, form), strict=True))
             delattr(module, name)
             setattr(module, name, QuantizedParameter(form, codes, scales, scratch))
 

@@ -21,9 +21,10 @@ from tinsmith.models.decoder import (
     Norm,
     Rope,
     SharedExpert,
+    Sinks,
     head_weights,
 )
-from tinsmith.models.experts import ExpertStack
+from tinsmith.models.experts import ExpertBiases, ExpertStack
 from tinsmith.models.files import EXPERT_MODELS
 from tinsmith.models.fused import GatedNormed, Heads, Normed
 from tinsmith.models.joined_linear import JoinedLinear, join_linears
@@ -153,15 +154,21 @@ def _read_dense(language_model: Any, name: str, layout: Layout) -> Build:
 def _read_experts(language_model: Any, index: int, layout: Layout, kind: Experts) -> Build:
     name, number = f"layers.{index}.mlp", list(layout.experts).index(index)
     module = language_model.get_submodule(name)
-    names = (f"{name}.gate.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
-    gate_up, down = (matrices_of(language_model, parameter) for parameter in names[1:])
-    stack = ExpertStack(f"{name}.experts", kind, names, language_model.get_parameter(names[0]), gate_up, down)
+    gate = "gate" if kind.clamped is None else "router"
+    parts = [f"{gate}.weight", "experts.gate_up_proj", "experts.down_proj"]
+    if kind.clamped is not None:
+        parts += ["router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"]
+    names = tuple(f"{name}.{part}" for part in parts)
+    gate_up, down = (matrices_of(language_model, parameter) for parameter in names[1:3])
+    router, *biases = (language_model.get_parameter(parameter) for parameter in (names[0], *names[3:]))
+    own = ExpertBiases(*biases) if biases else None
+    stack = ExpertStack(f"{name}.experts", kind, names, router, gate_up, down, own)
     if not kind.shared_width:
-        _require_children(module, "gate", "experts")
+        _require_children(module, gate, "experts")
         return lambda joined: ExpertMLP(number, stack, None)
     _require_children(module, "gate", "experts", "shared_expert", "shared_expert_gate")
-    dense, gate = _read_dense(language_model, f"{name}.shared_expert", layout), f"{name}.shared_expert_gate"
-    return lambda joined: ExpertMLP(number, stack, SharedExpert(dense(joined), joined[gate]))
+    dense, weigh = _read_dense(language_model, f"{name}.shared_expert", layout), f"{name}.shared_expert_gate"
+    return lambda joined: ExpertMLP(number, stack, SharedExpert(dense(joined), joined[weigh]))
 
 
 def _read_attention(model_type: str, language_model: Any, index: int, kind: Attention) -> Build:
@@ -191,6 +198,7 @@ def _read_attention(model_type: str, language_model: Any, index: int, kind: Atte
     shape = Heads(heads, kind.kv_heads, kind.head_dim, gated, norm_kind.eps, norm_kind.zero_centred)
     # Mistral's attention reads its window from the configuration; the others that have one keep it themselves.
     window_of = module if hasattr(module, "sliding_window") else module.config if model_type == "mistral" else None
+    sinks = Sinks(f"{name}.sinks", module.sinks) if kind.sinks else None
     return lambda joined: AttentionBlock(
         index,
         joined[f"{name}.qkv"],
@@ -200,6 +208,7 @@ def _read_attention(model_type: str, language_model: Any, index: int, kind: Atte
         head_weights(norms, shape),
         float(module.scaling),
         window_of,
+        sinks,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.models.attention import PassPlan
-from tinsmith.models.decoder import Decoder, Deepstack, DeltaBlock, Layer, Norm, Pass
+from tinsmith.models.decoder import Decoder, Deepstack, DeltaBlock, Layer, Norm, Pass, Sinks
 from tinsmith.models.experts import ExpertStack
 from tinsmith.models.joined_linear import JoinedLinear, join_on
 from tinsmith.models.layout import LM_HEAD, Layout
@@ -263,8 +263,10 @@ def parameters_of(part: Any) -> dict[str, Tensor]:
         return found
     if isinstance(part, Norm):
         return {part.name: part.weight}
+    if isinstance(part, Sinks):
+        return {part.name: part.scores}
     if isinstance(part, ExpertStack):
-        held = zip(part.names, (part.router, part.gate_up, part.down), strict=True)
+        held = zip(part.names, part.parameters, strict=True)
         return {name: tensor for name, tensor in held if isinstance(tensor, Tensor)}
     if isinstance(part, DeltaBlock):
         own = dict(zip(part.names, part.parameters, strict=True))

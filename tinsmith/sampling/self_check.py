@@ -169,8 +169,9 @@ def _allowed(base: BaseModel, probes: list[Probe], reference: list[Tensor], ours
     exact = base.dtype == torch.float32
     if exact and _difference(base, ours, reference) <= EXACT:
         return EXACT
+    attention = "sdpa" if base.network._supports_sdpa else "eager"  # PyTorch's kernels take no sinks
     with rounded_otherwise(base.network if exact else base.language_model):
-        other = [_transformers_logprobs(base, probe, "sdpa") for probe in probes]
+        other = [_transformers_logprobs(base, probe, attention) for probe in probes]
     noise = _difference(base, reference, other)
     if exact:
         return max(EXACT, EXACT_NOISE * noise)
@@ -333,7 +334,16 @@ class LayerCheck:
         self.kinds = kinds
         self.followed: list[tuple[int, str]] = []
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         self.followed.append((layer, "attend"))
         kind = self.kinds[layer]
         if not isinstance(kind, Attention):
@@ -345,7 +355,9 @@ class LayerCheck:
                     f"its {name} have {tensor.shape[1]} heads of width {tensor.shape[2]}, "
                     f"its configuration says {expected}"
                 )
-        return self.plan.attend(layer, query, key, value, scale, window)
+        if (sinks is not None) != kind.sinks:
+            raise ConfigError(f"layer {layer} attends with sinks or without, its configuration says otherwise")
+        return self.plan.attend(layer, query, key, value, scale, window, sinks)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         self.followed.append((layer, "convolve"))

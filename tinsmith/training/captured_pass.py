@@ -95,11 +95,20 @@ class PaddedPlan:
         self.tokens = tokens
         self.routes = routes
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         if query.is_cuda:
-            return varlen_attention(query, key, value, self.cu_seqlens, self.tokens, scale, window)
+            return varlen_attention(query, key, value, self.cu_seqlens, self.tokens, scale, window, sinks)
         lengths = [length for length in self.cu_seqlens.diff().tolist() if length]
-        return PackedPlan(lengths, query.device, query.dtype).attend(layer, query, key, value, scale, window)
+        return PackedPlan(lengths, query.device, query.dtype).attend(layer, query, key, value, scale, window, sinks)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         raise NotImplementedError("gated delta nets are not captured")

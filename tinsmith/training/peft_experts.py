@@ -6,7 +6,8 @@ PEFT adapts two parameters that hold all experts of a layer: `gate_up_proj` [exp
 [experts, hidden, width]. An adapter of one is a lora_A [experts · rank, in], expert by expert, and a lora_B
 [out, rank · experts], whose neighbouring columns are the same column of all experts. A shared matrix is repeated for
 each. Gate and up have one adapter, of twice the rank, whose B is block-diagonal: PEFT warns that it ignores this rank,
-because it looks for a layer of that name, and yet applies it. PEFT wraps a layer's parameters one around the other, so
+because it looks for a layer of that name, and yet applies it. In GPT-OSS parameters are [experts, in, out], and the
+rows of B, those of gate and up in turns, are still outputs. PEFT wraps a layer's parameters one around the other, so
 that its file calls the adapter of `gate_up_proj` `experts.base_layer`, and that of `down_proj` `experts`.
 
 A download has `experts.w1`, `w3` and `w2` for gate, up and down, with matrices [experts, ...], or [1, ...] if all share
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import UserError
+from tinsmith.models.experts import gate_and_up
 from tinsmith.models.layers import Experts
 from tinsmith.models.lora import LoraPair
 from tinsmith.training.peft_config import PeftConfig
@@ -41,12 +43,13 @@ DOWNLOADED: dict[Part, str] = {"gate_proj": "w1", "up_proj": "w3", "down_proj": 
 # Writing
 
 
-def for_peft(gate: LoraPair, up: LoraPair, down: LoraPair) -> dict[str, LoraPair]:
+def for_peft(kind: Experts, gate: LoraPair, up: LoraPair, down: LoraPair) -> dict[str, LoraPair]:
     """The adapters of the experts of one layer as PEFT has them, by parameter."""
     experts, width, rank = gate.b.shape
     b = gate.b.new_zeros(experts, 2 * width, 2 * rank)
-    b[:, :width, :rank] = gate.b
-    b[:, width:, rank:] = up.b
+    of_gate, of_up = gate_and_up(kind, b)
+    of_gate[..., :rank] = gate.b
+    of_up[..., rank:] = up.b
     a = torch.cat([gate.a, up.a]).expand(experts, -1, -1)
     return {"gate_up_proj": _joined(a, b), "down_proj": _joined(down.a, down.b.expand(experts, -1, -1))}
 
@@ -74,7 +77,7 @@ class Stack:
     a: Tensor
     """[experts, rank, in]"""
     b: Tensor
-    """[experts, out, rank], of all parts"""
+    """[experts, out, rank], the outputs of each part behind those of the one before"""
     scale: float
 
     def shared(self) -> LoraPair:
@@ -130,6 +133,8 @@ class ExpertReader:
                 inputs, outputs = self._sizes(parts)
                 experts = self.kind.count
                 self._require(f"{name}.{parameter}", a, b, (experts * rank, inputs), (outputs, rank * experts), rank)
+                if inner:
+                    b = torch.cat(gate_and_up(self.kind, b, 0))
                 yield (
                     Stack(
                         f"{name}.{parameter}",

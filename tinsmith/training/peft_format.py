@@ -32,11 +32,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from tinsmith.errors import UserError
+from tinsmith.models.experts import gate_and_up
 from tinsmith.models.families import load_network
 from tinsmith.models.files import holds_all_weights, local_directory, read_header, safetensors_files
 from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.layers import Experts
 from tinsmith.models.layout import GROUPS, HEAD_WEIGHT, LM_HEAD, Layout, LoraTarget
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, adapter_of, new_adapter
+from tinsmith.models.mxfp4 import unpacked_shapes
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.peft_config import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, require_peft
 from tinsmith.training.peft_experts import (
@@ -94,7 +97,7 @@ def _whole_layers(adapter: Adapter, base: Layout) -> list[_Written]:
         pairs = [adapter.masters[name] for name in names]
         module = base.module_name(names[0])
         if base.targets[names[0]].experts:
-            layers += _experts(module.rpartition(".experts.")[0], pairs)
+            layers += _experts(module.rpartition(".experts.")[0], _kind_of(names[0], base), pairs)
             continue
         # The layout lists the parts of a layer in the order of its outputs, of which none is left out
         if len(pairs) > 1:
@@ -111,12 +114,17 @@ def _layer_at_peft(target: LoraTarget) -> str:
     return target.module.rpartition(".")[0] if target.experts else target.module
 
 
-def _experts(mlp: str, pairs: list[LoraPair]) -> list[_Written]:
+def _kind_of(name: str, base: Layout) -> Experts:
+    """The mixture of experts of a target."""
+    return base.experts[int(base.targets[name].module.split(".")[1])]
+
+
+def _experts(mlp: str, kind: Experts, pairs: list[LoraPair]) -> list[_Written]:
     gate, up, down = pairs
     ranks = {"gate_up_proj": 2 * len(gate.a), "down_proj": down.b.shape[1]}
     return [
         _Written(f"{mlp}.{FILE_NAMES[parameter]}", pair, ranks[parameter], f"{mlp}.experts.{parameter}")
-        for parameter, pair in for_peft(gate, up, down).items()
+        for parameter, pair in for_peft(kind, gate, up, down).items()
     ]
 
 
@@ -256,20 +264,19 @@ def _add(network: Any, adapter: Adapter, base: Layout) -> None:
         if target.experts:
             mixture, _, part = base.module_name(name).rpartition(".")
             a, b = (matrix if matrix.dim() == 3 else [matrix] * target.experts for matrix in pair)
-            for weight, own_a, own_b in zip(_of_part(network.get_submodule(mixture), part), a, b, strict=True):
+            weights = _of_part(network.get_submodule(mixture), _kind_of(name, base), part)
+            for weight, own_a, own_b in zip(weights, a, b, strict=True):
                 weight.copy_(weight.float() + adapter.scale * (own_b @ own_a))  # one by one: all in float32 are large
             continue
         weight = network.get_submodule(base.module_name(name)).weight[slice(*(target.rows or (None, None)))]
         weight.copy_(weight.float() + adapter.scale * (pair.b @ pair.a))
 
 
-def _of_part(experts: Any, part: Part) -> Tensor:
+def _of_part(experts: Any, kind: Experts, part: Part) -> Tensor:
     """The weights of gate, up or down of all experts [experts, out, in], a view of their parameter."""
-    if part == "down_proj":
-        down: Tensor = experts.down_proj
-        return down
-    halves: tuple[Tensor, Tensor] = experts.gate_up_proj.chunk(2, dim=1)
-    return halves[PARTS.index(part)]
+    stored: Tensor = experts.down_proj if part == "down_proj" else experts.gate_up_proj
+    matrices = stored if kind.clamped is None else stored.transpose(1, 2)
+    return matrices if part == "down_proj" else gate_and_up(kind, matrices)[PARTS.index(part)]
 
 
 _STORED_PREFIX = "model.language_model."
@@ -305,9 +312,9 @@ def _name_apart(name: str, base: Layout) -> str:
 
 
 def _stored_shapes(source: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in the safetensors files of a model, if it has any, by name."""
+    """Return the shapes of the parameters in the safetensors files of a model, if it has any, by name."""
     directory = local_directory(source)
-    return {} if directory is None else _shapes_in(directory)
+    return {} if directory is None else unpacked_shapes(_shapes_in(directory))
 
 
 def _shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:

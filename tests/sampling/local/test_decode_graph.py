@@ -40,7 +40,7 @@ def graphs_of(sampler: LocalSampler) -> dict[decode_graph.Kind, decode_graph.Cap
 
 
 @pytest.mark.parametrize(
-    "any_base", ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe"], indirect=True
+    "any_base", ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "gpt_oss"], indirect=True
 )
 @pytest.mark.parametrize(("blocks", "prefill"), [(400, 4096), (30, 24)])
 def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(
@@ -59,7 +59,7 @@ def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(
     assert not graphs_of(eager)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5", "qwen3_moe", "gpt_oss"])
 def test_in_half_precision_too_a_replayed_graph_reads_the_newest_weights(
     family_dir: Callable[[str], Path], family: str
 ) -> None:

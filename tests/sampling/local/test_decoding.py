@@ -75,7 +75,7 @@ def answers(sampler: LocalSampler, number: int = 8) -> dict[str, SampleResult]:
     return run(sampler)
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "qwen3_moe", "gpt_oss"])
 def answered_alone(
     request: pytest.FixtureRequest, family_base: Callable[[str], BaseModel]
 ) -> tuple[BaseModel, dict[str, SampleResult]]:
@@ -154,7 +154,7 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("any_base", ["qwen3_vl", "qwen3_5", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("any_base", ["qwen3_vl", "qwen3_5", "qwen3_moe", "gpt_oss"], indirect=True)
 def test_a_step_waits_for_nothing(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """With adapters, full weights and all ways to choose tokens, so it can be captured.
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tests.bases import DEVICE
 from tests.extent import amount, slow
 from tinsmith.memory.budget import BLOCK, CacheShape, blocks_for
 from tinsmith.models.layers import Attention
 from tinsmith.sampling.local import cached_attention
-from tinsmith.sampling.local.cached_attention import CachedPlan, Window
+from tinsmith.sampling.local.cached_attention import CachedPlan, Window, paged_reference
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.states import convolve_step_reference, delta_step_reference
 
@@ -29,11 +29,14 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Whole pieces of prompts
 
 
+@pytest.mark.parametrize("sinks", [None, [0.5, -2.0, 3.0, 6.0]])
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(8, torch.float32), *([] if DEVICE == "cpu" else [(n, HALF) for n in (64, 128, 256)])]
 )
-def test_pieces_give_what_the_whole_gives(head_dim: int, dtype: torch.dtype, window: int | None) -> None:
+def test_pieces_give_what_the_whole_gives(
+    head_dim: int, dtype: torch.dtype, window: int | None, sinks: list[float] | None
+) -> None:
     """Three sequences go through several rows of fresh and continued windows of all widths."""
     generator = torch.Generator().manual_seed(0)
     lengths = [23, 70, 9]
@@ -44,6 +47,7 @@ def test_pieces_give_what_the_whole_gives(head_dim: int, dtype: torch.dtype, win
         [torch.randn(n, heads, head_dim, generator=generator).to(DEVICE, dtype) for n in lengths] for heads in (4, 2, 2)
     )
     parts: list[list[torch.Tensor]] = [[], [], []]
+    of_heads = None if sinks is None else torch.tensor(sinks, dtype=dtype, device=DEVICE)
     for step in range(4):
         windows = [
             Window(own[: blocks_for(cut[step + 1])], cut[step], cut[step + 1])
@@ -52,12 +56,12 @@ def test_pieces_give_what_the_whole_gives(head_dim: int, dtype: torch.dtype, win
         q, k, v = (
             torch.cat([x[w.start : w.end] for x, w in zip(xs, windows, strict=True)]) for xs in (query, key, value)
         )
-        out = CachedPlan(cache, windows).attend(0, q, k, v, SCALE, window)
+        out = CachedPlan(cache, windows).attend(0, q, k, v, SCALE, window, of_heads)
         for own, piece in zip(parts, out.split([len(w) for w in windows]), strict=True):
             own.append(piece)
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     for q, k, v, pieces, length in zip(query, key, value, parts, lengths, strict=True):
-        expected = whole(q.double(), k.double(), v.double(), length, window)
+        expected = whole(q.double(), k.double(), v.double(), length, window, of_heads)
         torch.testing.assert_close(torch.cat(pieces).double(), expected, atol=bound, rtol=0)
 
 
@@ -73,16 +77,23 @@ def test_a_piece_of_a_long_prompt_takes_no_memory_for_all_its_scores(monkeypatch
     monkeypatch.setattr(cached_attention, "scaled_dot_product_attention", counted)
     cache = KVCache(CacheShape((Attention(2, 8),), torch.float32, torch.device(DEVICE)), 20)
     query, key = (torch.randn(20, heads, 8, device=DEVICE) for heads in (4, 2))
-    CachedPlan(cache, [Window(cache.take(blocks_for(60)), 40, 60)]).attend(0, query, key, key, SCALE, None)
+    CachedPlan(cache, [Window(cache.take(blocks_for(60)), 40, 60)]).attend(0, query, key, key, SCALE, None, None)
     assert [(q.shape[1], k.shape[1], v.shape[1], gqa) for q, k, v, gqa in calls] == [(4, 4, 4, False)]
 
 
-def whole(query: Tensor, key: Tensor, value: Tensor, last: int, window: int | None) -> Tensor:
+def whole(
+    query: Tensor, key: Tensor, value: Tensor, last: int, window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of the last queries to all keys, or the last `window` of them; shapes as in `PassPlan.attend`."""
     length = len(key)
     ones = torch.ones(length, length, dtype=torch.bool, device=key.device)
     mask = (ones.tril() if window is None else ones.tril() & ones.triu(1 - window))[length - last :]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    if sinks is not None:  # the last of the keys, whose value is nothing
+        of_each = torch.cat([torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)] * len(sinks))
+        of_each = torch.cat([of_each.view(len(sinks), *mask.shape), sinks.to(q).view(-1, 1, 1).expand(-1, last, 1)], 2)
+        k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=of_each, scale=SCALE, enable_gqa=True)[0].transpose(0, 1)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)[0].transpose(0, 1)
 
 
@@ -116,7 +127,7 @@ class Cached:
         blocks[self.table.flatten().long()] = memory.view(-1, *blocks.shape[1:])
         return blocks
 
-    def exact(self, window: int | None) -> Tensor:
+    def exact(self, window: int | None, sinks: Tensor | None = None) -> Tensor:
         """The formula in float64, row by row."""
         out = torch.zeros(self.query.shape, dtype=torch.float64, device=DEVICE)
         groups = self.query.shape[1] // self.keys.shape[2]
@@ -124,8 +135,10 @@ class Cached:
             first = 0 if window is None else max(0, length - window)
             if length:
                 k, v = (memory[row, first:length].double().repeat_interleave(groups, 1) for memory in self.of_rows)
-                weights = (torch.einsum("hd,nhd->hn", self.query[row].double(), k) * SCALE).softmax(-1)
-                out[row] = torch.einsum("hn,nhd->hd", weights, v)
+                scores = torch.einsum("hd,nhd->hn", self.query[row].double(), k) * SCALE
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks.double().unsqueeze(1)], 1)
+                out[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(k)], v)
         return out
 
 
@@ -156,7 +169,13 @@ def test_the_kernel_is_the_reference_and_stores_the_newest_token_on_the_way(
     for lengths in [*LENGTHS, *(splits if (dtype, heads, window) == USUAL[0] else [])]:
         cached = Cached(lengths, *SHAPES[heads], dtype)
         query = torch.stack([cached.query, cached.query], 1)[:, 0]  # rows that do not lie next to each other
-        out = paged_kernel(query, cached.keys, cached.values, cached.table, cached.lengths, SCALE, window)
+        where = cached.keys, cached.values, cached.table, cached.lengths, SCALE, window
+        with_sinks = paged_kernel(query, *where, sinks := torch.linspace(-3, 5, SHAPES[heads][0]).to(DEVICE, dtype))
+        expected = cached.exact(window, sinks)
+        torch.testing.assert_close(with_sinks.double(), expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+        plain = paged_reference(query, *where, sinks)
+        torch.testing.assert_close(plain.double(), expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+        out = paged_kernel(query, *where)
         torch.testing.assert_close(out.double(), cached.exact(window), atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
 
         _, kv_heads, head_dim = SHAPES[heads]

@@ -15,7 +15,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from tinsmith.kernels.device import upload
 from tinsmith.kernels.dispatch import half_on_gpu, on_paged_kernel
 from tinsmith.memory.budget import BLOCK, blocks_for
-from tinsmith.models.attention import PackedPlan, flash_attention, stable_attention
+from tinsmith.models.attention import (
+    FlashAttention,
+    PackedPlan,
+    TiledAttention,
+    attend_to_all,
+    flash_attention,
+    stable_attention,
+    with_sinks,
+)
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps
 
@@ -69,20 +77,29 @@ class CachedPlan(StatefulPlan):
         )
         self.by_token = _by_token(windows, device) if stable else None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         self.cache.store(layer, self.places, key, value)
         if self.by_token is not None:
             keys, values = self.cache.of_layer(layer)
-            return stable_attention(query, keys, values, *self.by_token, scale, window)
+            return stable_attention(query, keys, values, *self.by_token, scale, window, sinks)
         if self.packed and not self.continued:
-            return self.packed.attend(layer, query, key, value, scale, window)
+            return self.packed.attend(layer, query, key, value, scale, window, sinks)
         out = torch.empty_like(query)
         if self.packed:
             q, k, v = (x[self.fresh] for x in (query, key, value))
-            out[self.fresh] = self.packed.attend(layer, q, k, v, scale, window)
+            out[self.fresh] = self.packed.attend(layer, q, k, v, scale, window, sinks)
         if self.continued:
             out[self.continued.rows] = self.continued.attend(
-                query[self.continued.rows], *self.cache.of_layer(layer), scale, window
+                query[self.continued.rows], *self.cache.of_layer(layer), scale, window, sinks
             )
         return out
 
@@ -123,13 +140,20 @@ class ContinuedWindows:
         """
         return memory.flatten(0, 1).index_select(0, self.places)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         """Attend from `query` [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
         k, v = self.gather(keys), self.gather(values)
         if half_on_gpu(query.device, query.dtype):
-            return flash_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
+            bounds = self.cu_query, self.cu_key, self.longest
+            if sinks is None:
+                return flash_attention(query, k, v, *bounds, scale, window)
+            return with_sinks(FlashAttention(*bounds, scale, window), query, k, v, sinks)
         pieces = zip(query.split(self.widths), k.split(self.lengths), v.split(self.lengths), strict=True)
-        return torch.cat([_attend_last(*piece, scale, window) for piece in pieces])
+        if sinks is None:
+            return torch.cat([_attend_last(*piece, scale, window) for piece in pieces])
+        return torch.cat([with_sinks(TiledAttention(1, scale, window), *piece, sinks) for piece in pieces])
 
 
 def _attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -156,13 +180,21 @@ def _attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float, window
 
 
 def paged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention [rows, heads, head_dim] of query [rows, heads, head_dim] to what each row has in the cache.
 
     keys and values [blocks, BLOCK, kv_heads, head_dim] are those of one layer. `table` [rows, most blocks] int32 names
     the blocks of each row, and `lengths` [rows] int32 says how many tokens lie in them, the new one included, which is
-    stored already. `window` is the number of last tokens that a row sees; None means all. A row of length 0 gets zeros.
+    stored already. `window` is the number of last tokens that a row sees; None means all. `sinks` [heads] are scores
+    that take a share of the softmax. A row of length 0 gets zeros.
     Other blocks, and places behind its length, may hold anything, NaN included, if the table names blocks that exist.
 
     In half precision on CUDA a Triton kernel computes it, which reads lengths on the device, as CUDA graphs require.
@@ -170,10 +202,10 @@ def paged_attention(
     if on_paged_kernel(query):
         from tinsmith.kernels.paged_attention import paged_kernel
 
-        return paged_kernel(query, keys, values, table, lengths, scale, window)
+        return paged_kernel(query, keys, values, table, lengths, scale, window, sinks)
     if table.device.type == "cpu":  # reading a length there waits for nothing
         table = table[:, : max(1, blocks_for(int(lengths.max())))]
-    return paged_reference(query, keys, values, table, lengths, scale, window)
+    return paged_reference(query, keys, values, table, lengths, scale, window, sinks)
 
 
 def store_and_attend(
@@ -186,6 +218,7 @@ def store_and_attend(
     lengths: Tensor,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `paged_attention` by the kernel, which also stores the key and value of each row's newest token.
 
@@ -194,11 +227,18 @@ def store_and_attend(
     """
     from tinsmith.kernels.paged_attention import paged_kernel
 
-    return paged_kernel(query, keys, values, table, lengths, scale, window, newest=(key, value))
+    return paged_kernel(query, keys, values, table, lengths, scale, window, sinks, newest=(key, value))
 
 
 def paged_reference(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `paged_attention` in PyTorch, without reading anything on the host. It gathers the whole table."""
     rows, heads, head_dim = query.shape
@@ -216,9 +256,12 @@ def paged_reference(
     seen = seen[:, None, :]  # [rows, 1, table · BLOCK]
     # Attention multiplies what it masks by 0, and a NaN there would get through.
     k, v = (torch.where(seen.unsqueeze(-1), memory, 0) for memory in (k, v))
-    # Heads that share a key/value head are the query rows of one call
-    folded = query.view(rows, kv_heads, heads // kv_heads, head_dim)
-    out = scaled_dot_product_attention(folded, k, v, attn_mask=seen.unsqueeze(2), scale=scale).flatten(1, 2)
+    if sinks is not None:
+        out = attend_to_all(query, k, v, seen.squeeze(1), scale, sinks)
+    else:
+        # Heads that share a key/value head are the query rows of one call
+        folded = query.view(rows, kv_heads, heads // kv_heads, head_dim)
+        out = scaled_dot_product_attention(folded, k, v, attn_mask=seen.unsqueeze(2), scale=scale).flatten(1, 2)
     return torch.where((lengths > 0)[:, None, None], out, 0)
 
 

@@ -89,19 +89,28 @@ class DecodePlan(StatefulPlan):
         """[rows] places of the newest tokens, if not the kernel of attention stores them."""
         return write_places(self.state, self.table)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         keys, values = self.cache.of_layer(layer)
         if not self.stable and on_paged_kernel(query):
             ((_, table, lengths),) = self.groups
-            return store_and_attend(query, key, value, keys, values, table, lengths, scale, window)
+            return store_and_attend(query, key, value, keys, values, table, lengths, scale, window, sinks)
         self.cache.store(layer, self.places, key, value)
         compute = stable_attention if self.stable else paged_attention
         if len(self.groups) == 1:
             ((_, table, lengths),) = self.groups
-            return compute(query, keys, values, table, lengths, scale, window)
+            return compute(query, keys, values, table, lengths, scale, window, sinks)
         out = torch.empty_like(query)
         for rows, table, lengths in self.groups:
-            out[rows] = compute(query[rows], keys, values, table, lengths, scale, window)
+            out[rows] = compute(query[rows], keys, values, table, lengths, scale, window, sinks)
         return out
 
     def choose(self, mixture: int, chosen: Tensor) -> Tensor:

@@ -261,12 +261,22 @@ class SequenceParallelPlan:
         self.routes = routes
         self.whole = PackedPlan([slices.tokens], device, dtype)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         heads = query.shape[1]
         shares = self._shares(heads, key.shape[1])
         query, key, value = self.slices.to_heads((query, shares.heads), (key, shares.shared), (value, shares.shared))
         key, value = self._matched(key, shares), self._matched(value, shares)
-        out = query if query.shape[1] == 0 else self.whole.attend(layer, query, key, value, scale, window)
+        own = None if sinks is None else sinks[shares.heads[self.slices.rank]]
+        out = query if query.shape[1] == 0 else self.whole.attend(layer, query, key, value, scale, window, own)
         return self.slices.to_tokens(out, shares.heads, heads)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
