@@ -38,7 +38,7 @@ from tinsmith.memory.budget import CacheSizes, blocks_for
 from tinsmith.models.attention import PackedPlan, PassPlan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.families import positions
-from tinsmith.models.layers import Attention, DeltaNet, LayerKind
+from tinsmith.models.layers import Attention, DeltaNet, Experts, LayerKind
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment, adapter_of, new_adapter
 from tinsmith.models.network import ATTENTION, use_attention
@@ -308,21 +308,25 @@ class _Choices:
         """Note or give them while the body runs."""
         decoder = self.base.decoder
         with ExitStack() as hooks:
-            for number, layer in enumerate(self.base.layout.experts if decoder is not None else ()):
-                gate = self.base.language_model.get_submodule(f"layers.{layer}.mlp.gate")
-                hooks.callback(gate.register_forward_hook(partial(self._chosen, number, layer)).remove)
+            for number, (layer, kind) in enumerate(self.base.layout.experts.items() if decoder is not None else ()):
+                name = "gate" if kind.clamped is None else "router"
+                router = self.base.language_model.get_submodule(f"layers.{layer}.mlp.{name}")
+                hooks.callback(router.register_forward_hook(partial(self._chosen, number, kind)).remove)
             yield
 
-    def _chosen(self, number: int, layer: int, gate: Any, inputs: Any, output: Any) -> Any:
+    def _chosen(self, number: int, kind: Experts, router: Any, inputs: Any, output: Any) -> Any:
         *others, weights, chosen = output
         if self.given is None:
             self.noted.append(chosen)
             return output
         route = torch.from_numpy(self.given[number]).to(chosen)
         h = inputs[0].reshape(-1, inputs[0].shape[-1])
-        found = softmax(linear(h, gate.weight), dim=-1, dtype=torch.float32).gather(1, route)
-        if self.base.layout.experts[layer].normalized:
-            found = found / found.sum(-1, keepdim=True)
+        if kind.clamped is not None:
+            found = softmax(linear(h, router.weight, router.bias).gather(1, route), dim=-1)
+        else:
+            found = softmax(linear(h, router.weight), dim=-1, dtype=torch.float32).gather(1, route)
+            if kind.normalized:
+                found = found / found.sum(-1, keepdim=True)
         return *others, found.to(weights.dtype), route
 
 
