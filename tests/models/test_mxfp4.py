@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import Mxfp4Config
 
 from tests.bases import datum, load, random_adapter, random_tokens, renderer, shifted, transformers_model
+from tests.models.test_experts import stack_of
 from tests.training.test_against_peft import twin_logprobs
 from tests.training.test_backend import compute
 from tinsmith.config import TrainingConfig
@@ -22,6 +23,7 @@ from tinsmith.models.families import read_config
 from tinsmith.models.files import safetensors_files
 from tinsmith.models.layout import read_layout
 from tinsmith.models.mxfp4 import Packed, dequantized, read_packed
+from tinsmith.models.quantized import QuantizedMatrices
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.peft_format import write_merged
@@ -121,3 +123,14 @@ def test_files_that_lack_scales_are_refused(packed: Path, tmp_path: Path) -> Non
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=f"its weights lack {lost}; download them again"):
         load(directory)
+
+
+def test_experts_that_stay_in_mxfp4_have_the_numbers_of_the_files(packed: Path) -> None:
+    base, whole = load(packed, expert_dtype="mxfp4", dtype="bfloat16"), load(packed, dtype="bfloat16")
+    for layer in range(len(base.layout.layers)):
+        held, given = stack_of(base, layer), stack_of(whole, layer)
+        for own, matrices in zip(held.matrices, given.matrices, strict=True):
+            assert isinstance(own, QuantizedMatrices)
+            assert isinstance(matrices, torch.Tensor)
+            assert own.codes.nbytes * 4 == matrices.nbytes
+            assert torch.equal(own.copied(), matrices)

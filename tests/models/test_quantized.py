@@ -32,7 +32,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.self_check import check_base_model
 from tinsmith.training.backend import DatumResult
 
-FAMILIES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
+FAMILIES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss"]
 NAMES = list(FORMATS)
 
 
@@ -136,12 +136,14 @@ def matrices(base: BaseModel, layer: int = 1) -> list[QuantizedMatrices]:
 def twin_of(base: BaseModel, directory: Path) -> BaseModel:
     """An ordinary model with the matrices that the codes of a quantized one stand for."""
     twin = load(directory)
-    for layer in base.layout.experts:
+    for layer, kind in base.layout.experts.items():
         for parameter, own in zip(("gate_up_proj", "down_proj"), matrices(base, layer), strict=True):
             module = twin.language_model.get_submodule(f"layers.{layer}.mlp.experts")
-            before = module.get_parameter(parameter)
-            assert not torch.equal(before, own.copied())
-            before.data.copy_(own.copied())
+            before, numbers = module.get_parameter(parameter), own.copied()
+            if kind.clamped is not None:
+                numbers = numbers.transpose(1, 2)
+            assert not torch.equal(before, numbers)
+            before.data.copy_(numbers)
     return twin
 
 

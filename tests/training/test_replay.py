@@ -30,7 +30,7 @@ from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.captured_pass import PATIENCE
 from tinsmith.training.step import run_packed
 
-FAMILIES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
+FAMILIES = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss"]
 
 
 class NotedPlan(PackedPlan):

@@ -269,7 +269,7 @@ def quantize_experts(
 
 
 def _in_parts(weight: Tensor, form: Format) -> Iterator[tuple[Tensor, Tensor]]:
-    return (quantize(part, form) for part in weight.split(max(1, AT_ONCE // weight[0].numel())))
+    return (quantize(part.contiguous(), form) for part in weight.split(max(1, AT_ONCE // weight[0].numel())))
 
 
 def matrices_of(language_model: nn.Module, name: str) -> Matrices:

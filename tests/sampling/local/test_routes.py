@@ -42,7 +42,7 @@ def assert_as_trained(
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
 def test_prompts_in_pieces_forks_and_what_the_cache_has_are_recorded(
     family_base: Callable[[str], BaseModel], family: str
 ) -> None:
