@@ -274,7 +274,7 @@ class _WithSinks(torch.autograd.Function):
     def forward(ctx: Any, attends: Attends, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
         out, lse = attends.forward(query, key, value)
         of_all = torch.logaddexp(lse, sinks.to(lse.dtype))  # [tokens, heads]
-        out = (out * (lse - of_all).exp().unsqueeze(-1)).to(query.dtype)
+        out.mul_((lse - of_all).exp().unsqueeze(-1))  # in float32, and rounded once
         ctx.attends = attends
         ctx.save_for_backward(query, key, value, sinks, out, of_all)
         return out
