@@ -87,9 +87,9 @@ def _qwen3_5_moe(hidden: int, layers: int, heads: int, value_heads: int, experts
 
 def _gpt_oss(layers: int, experts: int) -> GptOssConfig:
     """In MXFP4, as the published configuration says."""
-    return GptOssConfig(
-        num_hidden_layers=layers, num_local_experts=experts, quantization_config={"quant_method": "mxfp4"}
-    )
+    config = GptOssConfig(num_hidden_layers=layers, num_local_experts=experts)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    return config
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5
 from tests.bases import DEVICE, image_chunks, load, random_adapter, random_tokens, renderer, write_decoder
 from tests.extent import families
 from tinsmith.config import ModelsConfig
-from tinsmith.models.attention import PackedPlan
+from tinsmith.models.attention import FlashAttention, PackedPlan, with_sinks
 from tinsmith.models.base import BaseModel, PackedRow, load_base_model
 from tinsmith.models.decoder import kept_in_host_memory
 from tinsmith.models.families import family_of, read_config
@@ -264,3 +264,14 @@ def test_packed_is_each_alone_and_no_nan_reaches_a_neighbour(
     got = plan.attend(0, query, key, value, 0.3, window, *rows[3:] or (None,))
     for x in (got, *torch.autograd.grad(got, rows[:3], torch.ones_like(got))):
         assert torch.isfinite(x[lengths[0] :]).all()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_kernel_of_attention_with_sinks_takes_its_arguments(window: int | None) -> None:
+    """On a device without memory, forward and backward; what it computes is tested on a GPU above."""
+    rows = [torch.empty(50, heads, 64, device="meta", dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    given = [x.requires_grad_() for x in (*rows, torch.empty(HEADS, device="meta", dtype=torch.bfloat16))]
+    bounds = torch.empty(3, device="meta", dtype=torch.int32)
+    out = with_sinks(FlashAttention(bounds, bounds, (40, 40), 0.3, window), *given)
+    found = torch.autograd.grad(out, given, torch.empty_like(out))
+    assert [x.shape for x in (out, *found)] == [x.shape for x in (given[0], *given)]

@@ -106,7 +106,8 @@ EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 96, "shared_expert
 
 # qwen3 has all that llama has
 @pytest.fixture(
-    scope="module", params=["qwen3", "qwen3_5_text", "ernie4_5", "qwen3_moe", "qwen3_5_moe_text", *slow("llama")]
+    scope="module",
+    params=["qwen3", "qwen3_5_text", "ernie4_5", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss", *slow("llama")],
 )
 def wide_base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     """A tiny model of four layers whose row is wide."""

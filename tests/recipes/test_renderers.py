@@ -143,9 +143,10 @@ def test_prompts_of_gpt_oss_are_those_of_its_chat_template(
     tokenizer = AutoTokenizer.from_pretrained(directory / "openai/gpt-oss-20b")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does mending it cost?"}]
     found = rendered["openai/gpt-oss-20b gpt_oss_no_sysprompt"]
-    assert found["prompt"] == [tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]]
-    example = [*messages, {"role": "assistant", "content": "Three."}]
-    assert found["example"] == tokenizer.apply_chat_template(example)["input_ids"]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert found["prompt"] == [tokenizer.encode(str(prompt))]
+    answer = {"role": "assistant", "content": "Three."}
+    assert found["example"] == tokenizer.encode(str(tokenizer.apply_chat_template([*messages, answer], tokenize=False)))
 
 
 def test_an_image_has_as_many_tokens_as_the_server_counts(rendered: dict[str, dict[str, Any]], directory: Path) -> None:

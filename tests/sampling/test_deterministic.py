@@ -102,19 +102,20 @@ def test_training_reports_the_same_bits_in_any_company_and_learns(base: BaseMode
 @pytest.mark.parametrize(
     ("window", "dtype"), [(None, torch.float64), (3, torch.float64), (70, torch.float64), (70, torch.bfloat16)]
 )
-def test_stable_attention_is_attention(dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize("sinks", [None, [0.5, -2.0, 3.0, 6.0]])
+def test_stable_attention_is_attention(dtype: torch.dtype, window: int | None, sinks: list[float] | None) -> None:
     lengths = [1, 90, 17, 140]
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(sum(lengths), heads, 16, generator=generator).to(DEVICE, dtype) for heads in (4, 2, 2)
     )
-    found = PackedBlocks(lengths, torch.device(DEVICE)).attend(query, key, value, 0.3, window, None).split(lengths)
+    of_heads = None if sinks is None else torch.tensor(sinks, dtype=dtype, device=DEVICE)
+    packed = PackedBlocks(lengths, torch.device(DEVICE)).attend(query, key, value, 0.3, window, of_heads)
     for out, q, k, v, length in zip(
-        found, *(x.double().split(lengths) for x in (query, key, value)), lengths, strict=True
+        packed.split(lengths), *(x.double().split(lengths) for x in (query, key, value)), lengths, strict=True
     ):
-        torch.testing.assert_close(
-            out.double(), whole(q, k, v, length, window), atol=1e-10 if dtype == torch.float64 else 2e-2, rtol=0
-        )
+        expected = whole(q, k, v, length, window, of_heads)
+        torch.testing.assert_close(out.double(), expected, atol=1e-10 if dtype == torch.float64 else 2e-2, rtol=0)
 
 
 @pytest.mark.parametrize(

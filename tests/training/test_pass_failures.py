@@ -81,7 +81,7 @@ def test_one_bad_datum_fails_alone_and_the_results_of_the_others_are_their_own(
 
 @pytest.mark.parametrize(
     ("family", "dtype", "passes_before"),
-    [("qwen3", "float32", 0), ("qwen3", "bfloat16", 1), ("qwen3_moe", "float32", 1)],
+    [("qwen3", "float32", 0), ("qwen3", "bfloat16", 1), ("qwen3_moe", "float32", 1), ("gpt_oss", "float32", 1)],
 )
 def test_memory_that_runs_out_at_any_operation_of_a_pass_counts_no_gradient_twice(
     family_dir: Callable[[str], Path], family: str, dtype: str, passes_before: int

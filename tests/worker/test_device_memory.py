@@ -26,7 +26,9 @@ from tinsmith.worker.device_memory import DeviceMemory
 MIB = 2**20
 
 
-@pytest.mark.parametrize(("family", "little"), [("qwen3", 15), ("qwen3_5", 15), ("qwen3_moe", 21), ("qwen3_5_moe", 35)])
+@pytest.mark.parametrize(
+    ("family", "little"), [("qwen3", 15), ("qwen3_5", 15), ("qwen3_moe", 21), ("qwen3_5_moe", 35), ("gpt_oss", 35)]
+)
 @pytest.mark.parametrize("plenty", [False, True])
 def test_plan_and_server_agree(
     family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, little: int, plenty: bool

@@ -63,21 +63,13 @@ def flash_attention(
     `varlen_attn` does the same. It does not say that it takes fewer heads of keys and values in torch 2.11, and its
     wrappers in Python take longer than the kernel does for an image.
     """
+    sees: dict[str, Any] = {"is_causal": causal}
+    if window is not None:
+        sees = {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        *(query, key, value, cu_query, cu_key, *longest),
-        dropout_p=0.0,
-        return_debug_mask=False,
-        scale=scale,
-        **_sees(window, causal),
+        query, key, value, cu_query, cu_key, *longest, dropout_p=0.0, return_debug_mask=False, scale=scale, **sees
     )[0]
     return out
-
-
-def _sees(window: int | None, causal: bool = True) -> dict[str, Any]:
-    """What the kernel is told of the keys that a query sees."""
-    if window is None:
-        return {"is_causal": causal}
-    return {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
 
 
 def varlen_attention(
@@ -183,28 +175,30 @@ class FlashAttention:
     window: int | None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        sequences = self.cu_query, self.cu_key, *self.longest
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(query, key, value, self.cu_query, self.cu_key, *self.longest),
-            dropout_p=0.0,
-            return_debug_mask=False,
-            scale=self.scale,
-            **_sees(self.window),
+            *(query, key, value, *sequences, 0.0, self.window is None, False), scale=self.scale, **self._sees
         )
         return out, lse.t()
 
     def backward(
         self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # without dropout nothing is drawn
+        sequences = self.cu_query, self.cu_key, *self.longest
+        no_seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # without dropout nothing is drawn
+        # By place: versions of PyTorch call the last two otherwise
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            *(d_out, query, key, value, out, lse.t().contiguous(), self.cu_query, self.cu_key, *self.longest),
-            dropout_p=0.0,
-            philox_seed=no_seed,
-            philox_offset=no_seed,
+            *(d_out, query, key, value, out, lse.t().contiguous(), *sequences, 0.0, self.window is None),
+            *(no_seed, no_seed),
             scale=self.scale,
-            **_sees(self.window),
+            **self._sees,
         )
         return found
+
+    @property
+    def _sees(self) -> dict[str, int]:
+        """The keys on both sides that a query sees; without a window the kernel is told that attention is causal."""
+        return {} if self.window is None else {"window_size_left": self.window - 1, "window_size_right": 0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,7 +274,7 @@ class _WithSinks(torch.autograd.Function):
     def forward(ctx: Any, attends: Attends, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
         out, lse = attends.forward(query, key, value)
         of_all = torch.logaddexp(lse, sinks.to(lse.dtype))  # [tokens, heads]
-        out = (out * (lse - of_all).exp().unsqueeze(-1)).to(query.dtype)
+        out.mul_((lse - of_all).exp().unsqueeze(-1))  # in float32, and rounded once
         ctx.attends = attends
         ctx.save_for_backward(query, key, value, sinks, out, of_all)
         return out

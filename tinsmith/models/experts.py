@@ -285,8 +285,8 @@ class _Mixed(torch.autograd.Function):
         d_inner, activated = activate_backward(kind, inner, d * of_pairs)
         d_weights = (d * activated).sum(-1)[pairs.places].view_as(weights) if wants_weights else None
         d_h = pairs.summed(transposed_product(d_inner, gate_up, pairs.expert_ends)) if wants_h else None
-        d_gate_up = outer_product(d_inner, pairs.copied(h), gate_up, pairs.expert_ends) if wants_gate_up else None
-        d_down = outer_product(d_out * of_pairs, activated, down, pairs.expert_ends) if wants_down else None
+        d_gate_up = _stack_gradient(kind, d_inner, pairs.copied(h), gate_up, pairs) if wants_gate_up else None
+        d_down = _stack_gradient(kind, d_out * of_pairs, activated, down, pairs) if wants_down else None
         d_bias = _one_hot(pairs, chosen, bias).t() @ d_inner if wants_bias else None
         found: list[Tensor | None] = [None, None, None, d_h, d_weights, d_gate_up, d_down, d_bias]
         if lora:
@@ -300,6 +300,13 @@ class _Mixed(torch.autograd.Function):
                 outer_product(d_inside * of_pairs, activated, a_down, pairs.ends),
             ]
         return tuple(found)
+
+
+def _stack_gradient(kind: Experts, y: Tensor, x: Tensor, like: Tensor, pairs: Pairs) -> Tensor:
+    """The gradient of a stack's matrices [experts, out, in], laid out in memory as the parameter is."""
+    if kind.clamped is None:
+        return outer_product(y, x, like, pairs.expert_ends)
+    return outer_product(x, y, like.transpose(1, 2), pairs.expert_ends).transpose(1, 2)
 
 
 def mix_bare(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

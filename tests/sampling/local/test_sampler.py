@@ -404,7 +404,7 @@ def test_a_conversation_that_grows_computes_only_its_tail(any_base: BaseModel, m
 
 @pytest.mark.parametrize(
     ("any_base", "computed"),
-    [("qwen3", [70, 7 * 6]), ("qwen3_5", [64, 8 * 6]), ("qwen3_moe", [70, 7 * 6])],
+    [("qwen3", [70, 7 * 6]), ("qwen3_5", [64, 8 * 6]), ("qwen3_moe", [70, 7 * 6]), ("gpt_oss", [70, 7 * 6])],
     indirect=["any_base"],
 )
 def test_equal_prompts_are_computed_once(
