@@ -358,7 +358,6 @@ MUTATIONS = (
         "pass",
         (EXPERTS,),
     ),
-<<<<<<< HEAD
     Mutation(
         "the backward of quantized experts reads what was unpacked last, for another layer",
         "tinsmith/models/experts.py",
@@ -393,7 +392,7 @@ MUTATIONS = (
         "torch.stack([bits & 15, bits >> 4], -1)",
         "torch.stack([bits >> 4, bits & 15], -1)",
         ("tests/models/test_mxfp4.py",),
-=======
+    ),
     # ---- Router replay
     Mutation(
         "a token follows the experts of the one before",
@@ -436,7 +435,6 @@ MUTATIONS = (
         "np.append(datum.measured.identity, datum.targets[-1])",
         "np.append(datum.measured.identity, 0)",
         ("tests/worker/test_routes.py",),
->>>>>>> replay2
     ),
     # ---- Packed sequences
     Mutation(

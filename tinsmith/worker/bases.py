@@ -8,9 +8,8 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from dataclasses import replace
 from pathlib import Path
 
 import torch
