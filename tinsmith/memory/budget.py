@@ -1,7 +1,7 @@
 """Divides a device's memory between the local sampler's cache and training, for `tinsmith plan` and for a server."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -10,7 +10,7 @@ from tinsmith.config import Config, TrainingConfig
 from tinsmith.errors import ConfigError
 from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory
 from tinsmith.models.full import FullState
-from tinsmith.models.layers import Attention, DeltaNet, LayerKind
+from tinsmith.models.layers import Attention, DeltaNet, Experts, LayerKind
 
 GIB = 2**30
 CPU_CACHE = 2 * GIB
@@ -169,6 +169,8 @@ def computes_together(config: Config, workers: int) -> bool:
 BLOCK = 16
 """Tokens in a block."""
 Kind = TypeVar("Kind", Attention, DeltaNet)
+ROUTE = torch.int16
+"""What the numbers of experts that computed a token are kept in."""
 
 SAVED = 8
 """Share of the slots that is for saved states: one of so many."""
@@ -201,6 +203,13 @@ class CacheShape:
     dtype: torch.dtype
     """Precision of keys, values and inputs of convolutions; recurrent states are float32."""
     device: torch.device
+    experts: Mapping[int, Experts] = field(default_factory=dict)
+    """The mixtures of experts, by layer."""
+
+    @property
+    def per_token(self) -> int:
+        """The most experts that compute a token in one layer."""
+        return max((kind.per_token for kind in self.experts.values()), default=0)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -223,7 +232,8 @@ class CacheShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        return BLOCK * len(self.attention_layers) * self.attention.bytes_per_token(self.dtype)
+        routes = len(self.experts) * self.per_token * ROUTE.itemsize
+        return BLOCK * (len(self.attention_layers) * self.attention.bytes_per_token(self.dtype) + routes)
 
     @property
     def state_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -270,6 +270,10 @@ class PassPlan(Protocol):
         """
         ...
 
+    def choose(self, layer: int, chosen: Tensor) -> Tensor:
+        """The experts that compute each token: those that the router chose, `chosen` [tokens, per_token], or others."""
+        ...
+
 
 class PackedPlan:
     """Each sequence of a packed row begins anew, and reaches no other.
@@ -279,7 +283,16 @@ class PackedPlan:
     computes by `stable_attention`.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype, stable: bool = False) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        device: torch.device,
+        dtype: torch.dtype,
+        stable: bool = False,
+        routes: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """`routes` [tokens, per_token] by layer are experts to follow, -1 for tokens whose router chooses."""
+        self.routes = routes or {}
         self.runs = group_runs(lengths)
         self.lengths = tuple(lengths)
         self.max_length = max(lengths)
@@ -317,3 +330,9 @@ class PackedPlan:
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         return gated_delta_rule_anew(query, key, value, decay, beta, self.lengths)
+
+    def choose(self, layer: int, chosen: Tensor) -> Tensor:
+        if layer not in self.routes:
+            return chosen
+        route = self.routes[layer].to(chosen.dtype)
+        return torch.where(route < 0, chosen, route)

@@ -280,6 +280,9 @@ class LayerCheck:
         self.followed.append((layer, "delta_rule"))
         return self.plan.delta_rule(layer, query, key, value, decay, beta)
 
+    def choose(self, layer: int, chosen: Tensor) -> Tensor:
+        return self.plan.choose(layer, chosen)
+
 
 def _check_layers(base: BaseModel, probe: Probe) -> None:
     """Raise ConfigError unless every layer follows the plan once; one that bypasses it mixes packed sequences."""

@@ -104,6 +104,10 @@ class DecodePlan(StatefulPlan):
             out[rows] = compute(query[rows], keys, values, table, lengths, scale, window)
         return out
 
+    def choose(self, layer: int, chosen: Tensor) -> Tensor:
+        self.cache.note_experts(layer, self.places, chosen)
+        return chosen
+
 
 class DecodeStep:
     """Decoding steps of one base model over one cache."""

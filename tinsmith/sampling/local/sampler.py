@@ -43,7 +43,7 @@ class LocalSampler:
         Raises ConfigError if that does not hold one sequence.
         """
         self.base = base
-        shape = CacheShape(base.layout.layers, base.dtype, base.device)
+        shape = CacheShape(base.layout.layers, base.dtype, base.device, base.layout.experts)
         sizes = sizes or shape.divide(int(config.kv_cache_gib * 2**30) or CPU_CACHE, config.max_running)
         self.cache = KVCache(shape, sizes.blocks)
         self.states = StateSlots(shape, sizes.slots) if shape.state_bytes else None

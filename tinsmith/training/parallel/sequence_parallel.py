@@ -282,6 +282,9 @@ class SequenceParallelPlan:
         out = value if value.shape[1] == 0 else self.whole.delta_rule(layer, query, key, value, decay, beta)
         return self.slices.to_tokens(out, shares.heads, heads)
 
+    def choose(self, layer: int, chosen: Tensor) -> Tensor:
+        return chosen
+
     def _shares(self, heads: int, shared: int) -> HeadShares:
         return share_heads(heads, shared, len(self.slices.slices))
 
