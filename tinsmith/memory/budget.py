@@ -169,8 +169,6 @@ def computes_together(config: Config, workers: int) -> bool:
 BLOCK = 16
 """Tokens in a block."""
 Kind = TypeVar("Kind", Attention, DeltaNet)
-ROUTE = torch.int16
-"""What the numbers of experts that computed a token are kept in."""
 
 SAVED = 8
 """Share of the slots that is for saved states: one of so many."""
@@ -207,9 +205,12 @@ class CacheShape:
     """The mixtures of experts, by layer."""
 
     @property
-    def per_token(self) -> int:
-        """The most experts that compute a token in one layer."""
-        return max((kind.per_token for kind in self.experts.values()), default=0)
+    def routes(self) -> tuple[int, int, torch.dtype]:
+        """Mixtures, experts that compute a token in each, and what the number of one is kept in."""
+        kind = next(iter(self.experts.values()), None)
+        if kind is None:
+            return 0, 0, torch.uint8
+        return len(self.experts), kind.per_token, torch.uint8 if kind.count <= 256 else torch.int16
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -232,8 +233,9 @@ class CacheShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        routes = len(self.experts) * self.per_token * ROUTE.itemsize
-        return BLOCK * (len(self.attention_layers) * self.attention.bytes_per_token(self.dtype) + routes)
+        mixtures, per_token, number = self.routes
+        attention = len(self.attention_layers) * self.attention.bytes_per_token(self.dtype)
+        return BLOCK * (attention + mixtures * per_token * number.itemsize)
 
     @property
     def state_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -270,8 +270,11 @@ class PassPlan(Protocol):
         """
         ...
 
-    def choose(self, layer: int, chosen: Tensor) -> Tensor:
-        """The experts that compute each token: those that the router chose, `chosen` [tokens, per_token], or others."""
+    def choose(self, mixture: int, chosen: Tensor) -> Tensor:
+        """The experts that compute each token: those that the router chose, `chosen` [tokens, per_token], or others.
+
+        `mixture` is the number of the mixture of experts, counted from the first layer that has one.
+        """
         ...
 
 
@@ -289,10 +292,10 @@ class PackedPlan:
         device: torch.device,
         dtype: torch.dtype,
         stable: bool = False,
-        routes: Mapping[int, Tensor] | None = None,
+        routes: Tensor | None = None,
     ) -> None:
-        """`routes` [tokens, per_token] by layer are experts to follow, -1 for tokens whose router chooses."""
-        self.routes = routes or {}
+        """`routes` [mixtures, tokens, per_token] are the experts to follow, -1 for tokens whose router chooses."""
+        self.routes = routes
         self.runs = group_runs(lengths)
         self.lengths = tuple(lengths)
         self.max_length = max(lengths)
@@ -331,8 +334,10 @@ class PackedPlan:
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         return gated_delta_rule_anew(query, key, value, decay, beta, self.lengths)
 
-    def choose(self, layer: int, chosen: Tensor) -> Tensor:
-        if layer not in self.routes:
-            return chosen
-        route = self.routes[layer].to(chosen.dtype)
-        return torch.where(route < 0, chosen, route)
+    def choose(self, mixture: int, chosen: Tensor) -> Tensor:
+        return chosen if self.routes is None else followed(self.routes[mixture], chosen)
+
+
+def followed(route: Tensor, chosen: Tensor) -> Tensor:
+    """Put the experts to follow [tokens, per_token] in the place of those chosen, but for tokens where they are -1."""
+    return torch.where(route < 0, chosen, route.to(chosen.dtype))

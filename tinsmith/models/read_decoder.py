@@ -150,17 +150,17 @@ def _read_dense(language_model: Any, name: str, layout: Layout) -> Build:
 
 
 def _read_experts(language_model: Any, index: int, layout: Layout, kind: Experts) -> Build:
-    name = f"layers.{index}.mlp"
+    name, number = f"layers.{index}.mlp", list(layout.experts).index(index)
     module = language_model.get_submodule(name)
     names = (f"{name}.gate.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
     router, gate_up, down = (language_model.get_parameter(parameter) for parameter in names)
     stack = ExpertStack(f"{name}.experts", kind, names, router, gate_up, down)
     if not kind.shared_width:
         _require_children(module, "gate", "experts")
-        return lambda joined: ExpertMLP(index, stack, None)
+        return lambda joined: ExpertMLP(number, stack, None)
     _require_children(module, "gate", "experts", "shared_expert", "shared_expert_gate")
     dense, gate = _read_dense(language_model, f"{name}.shared_expert", layout), f"{name}.shared_expert_gate"
-    return lambda joined: ExpertMLP(index, stack, SharedExpert(dense(joined), joined[gate]))
+    return lambda joined: ExpertMLP(number, stack, SharedExpert(dense(joined), joined[gate]))
 
 
 def _read_attention(model_type: str, language_model: Any, index: int, kind: Attention) -> Build:

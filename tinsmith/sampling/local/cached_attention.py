@@ -86,8 +86,8 @@ class CachedPlan(StatefulPlan):
             )
         return out
 
-    def choose(self, layer: int, chosen: Tensor) -> Tensor:
-        self.cache.note_experts(layer, self.places, chosen)
+    def choose(self, mixture: int, chosen: Tensor) -> Tensor:
+        self.cache.note_experts(mixture, self.places, chosen)
         return chosen
 
 

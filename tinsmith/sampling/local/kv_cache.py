@@ -9,11 +9,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from tinsmith.kernels.device import reserve_zeros, upload
-from tinsmith.memory.budget import BLOCK, ROUTE, CacheShape
+from tinsmith.kernels.device import Fetched, reserve_zeros, upload
+from tinsmith.memory.budget import BLOCK, CacheShape
 from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.local.states import StateSlots
 
@@ -31,11 +30,9 @@ class KVCache:
         size = (len(self.index), blocks + 1, BLOCK, kind.kv_heads, kind.head_dim)
         self.keys = reserve_zeros(size, shape.dtype, shape.device)
         self.values = reserve_zeros(size, shape.dtype, shape.device)
-        self.mixtures = {number: index for index, number in enumerate(shape.experts)}
-        """Index of the experts of a layer's tokens by its number."""
-        routes = (len(self.mixtures), blocks + 1, BLOCK, shape.per_token)
-        self.routes = reserve_zeros(routes, ROUTE, shape.device)
-        """[layers, blocks, BLOCK, per_token]: the experts that computed each token."""
+        mixtures, per_token, number = shape.routes
+        self.routes = reserve_zeros((mixtures, blocks + 1, BLOCK, per_token), number, shape.device)
+        """The experts that computed each token."""
         self.total = blocks
         self.free: list[int] = []
         self.unclean: set[int] = set()
@@ -123,14 +120,14 @@ class KVCache:
         self.routes[:, target] = self.routes[:, block]
         return target
 
-    def note_experts(self, layer: int, places: Tensor, chosen: Tensor) -> None:
-        """Write the experts of tokens, chosen [tokens, per_token], of a layer at `places` [tokens]."""
-        self.routes[self.mixtures[layer]].flatten(0, 1).index_copy_(0, places, chosen.to(ROUTE))
+    def note_experts(self, mixture: int, places: Tensor, chosen: Tensor) -> None:
+        """Write the experts of tokens, `chosen` [tokens, per_token] of a mixture, at `places` [tokens]."""
+        self.routes[mixture].flatten(0, 1).index_copy_(0, places, chosen.to(self.routes.dtype))
 
-    def routes_of(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int16]:
-        """Return the experts of the first tokens of a sequence: [layers, tokens, per_token]. Waits for the device."""
+    def routes_of(self, blocks: Sequence[int], tokens: int) -> Fetched:
+        """Fetch the experts [mixtures, tokens, per_token] of a sequence's first tokens, whose blocks may go then."""
         own = self.routes.index_select(1, upload(np.array(blocks, dtype=np.int64), self.routes.device))
-        return own.flatten(1, 2)[:, :tokens].cpu().numpy()
+        return Fetched([own.flatten(1, 2)[:, :tokens]])
 
     def store(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Write key and value [tokens, kv_heads, head_dim] of a layer at `places` [tokens] (block · BLOCK + offset)."""
