@@ -248,8 +248,8 @@ MUTATIONS = (
     Mutation(
         "a row of a decode batch is computed with its neighbour's adapter",
         "tinsmith/models/batched_lora.py",
-        "start, end = columns.unsqueeze(-1).unbind(1)",
-        "start, end = columns.roll(1, 0).unsqueeze(-1).unbind(1)",
+        "start, end = self.columns.unsqueeze(-1).unbind(1)",
+        "start, end = self.columns.roll(1, 0).unsqueeze(-1).unbind(1)",
         (f"{SAMPLER}::test_logprobs_equal_the_trainers_for_many_weights_in_one_batch",),
     ),
     Mutation(

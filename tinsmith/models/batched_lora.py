@@ -315,16 +315,14 @@ def multiply(linear: JoinedLinear, x: Tensor) -> Tensor:
 
 
 def route_rows(stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Choose the experts of rows h [rows, hidden] of a step as `ExpertStack.route` does; without gradients.
-
-    `choose` takes note of the experts and returns them as they are.
-    """
+    """Choose the experts of rows h [rows, hidden] of a step as `ExpertStack.route` does; without gradients."""
     if for_kernels(stack, h) is None:
         return stack.route(h, choose)
     from tinsmith.kernels import experts
 
     weights, chosen = experts.choose(linear(h, stack.router), stack.kind.per_token, stack.kind.normalized)
-    return weights, choose(chosen)
+    followed = choose(chosen)
+    return (weights, chosen) if followed is chosen else stack.route(h, lambda _: followed)
 
 
 def mix_rows(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
