@@ -70,12 +70,23 @@ def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Te
     return weights, chosen
 
 
-def mix(h: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, own: RowMatrices | None) -> Tensor:
+class ExpertWeights(NamedTuple):
+    """The matrices of a mixture of experts."""
+
+    gate_up: Tensor
+    """[experts, 2 · width, hidden]; codes of 8 bits (e4m3) if there are scales"""
+    down: Tensor
+    """[experts, hidden, width], likewise"""
+    scales: tuple[Tensor, Tensor] | None
+    """Of both, for each of their rows: [experts, 2 · width, 1] and [experts, hidden, 1] float32."""
+
+
+def mix(h: Tensor, weights: Tensor, chosen: Tensor, held: ExpertWeights, own: RowMatrices | None) -> Tensor:
     """Compute the experts of rows h [rows, hidden], with the rows' adapters if there are some: [rows, hidden].
 
-    `weights` and `chosen` [rows, per_token] are the router's; gate_up [experts, 2 · width, hidden] and down [experts,
-    hidden, width] the experts'. Nothing is read on the host.
+    `weights` and `chosen` [rows, per_token] are the router's. Nothing is read on the host.
     """
+    gate_up, down, scales = held
     rows, hidden = h.shape
     experts, _, width = down.shape
     per_token = chosen.shape[1]
@@ -91,19 +102,34 @@ def mix(h: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tenso
     if own is not None:
         columns, reduced = own.a.shape[1], reduce(h, own.columns, own.a)
     # Without adapters the arguments that stand for theirs are never read.
-    some = own or RowMatrices(order, h, gate_up, down, h, h, 0, 0.0)
+    some = own or RowMatrices(order, h, h, h, h, h, 0, 0.0)
+    of_gate_up, of_down = scales or (h, h)
     pairs = triton.next_power_of_2(triton.cdiv(2 * len(order), experts))
     sizes = {
         "PER_TOKEN": per_token,
         "PAIRS": min(MOST_PAIRS, max(FEWEST_PAIRS, pairs)),
         "COLUMNS": columns,
         "STEP": STEP,
+        "E4M3": scales is not None,
         **overlaps,
     }
     activated = torch.empty(len(order), width, dtype=h.dtype, device=h.device)
     launch = _activate
     launch[(experts, triton.cdiv(width, UP_OUTPUTS))](
-        *(h, gate_up, order, ends, some.columns, reduced, some.b, activated, rows, some.columns.stride(0), width),
+        *(
+            h,
+            gate_up,
+            of_gate_up,
+            order,
+            ends,
+            some.columns,
+            reduced,
+            some.b,
+            activated,
+            rows,
+            some.columns.stride(0),
+            width,
+        ),
         **sizes,
         HIDDEN=hidden,
         OUTPUTS=UP_OUTPUTS,
@@ -118,7 +144,20 @@ def mix(h: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tenso
     tiles = triton.cdiv(hidden, DOWN_OUTPUTS)
     launch = _down
     launch[(experts, tiles + triton.cdiv(columns, DOWN_OUTPUTS))](
-        *(activated, down, some.inner, order, ends, weights.contiguous(), of_pairs, inside, rows, hidden, tiles),
+        *(
+            activated,
+            down,
+            of_down,
+            some.inner,
+            order,
+            ends,
+            weights.contiguous(),
+            of_pairs,
+            inside,
+            rows,
+            hidden,
+            tiles,
+        ),
         **sizes,
         WIDTH=width,
         OUTPUTS=DOWN_OUTPUTS,
@@ -203,10 +242,27 @@ def _pairs_of(ends: tl.tensor, expert: tl.tensor) -> tl.tuple:
     return tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
 
 
+@triton.jit
+def _numbers(matrix: tl.tensor, mask: tl.tensor, dtype: tl.constexpr, E4M3: tl.constexpr) -> tl.tensor:
+    """Numbers of a matrix; codes of 8 bits become their 256th part, which needs no rounding."""
+    found = tl.load(matrix, mask=mask, other=0)
+    if E4M3:
+        code = found.to(tl.uint16)
+        found = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.float16, bitcast=True).to(dtype)
+    return found
+
+
+@triton.jit
+def _scale(scales: tl.tensor, row: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """What the numbers of rows of codes are multiplied with, [1, rows]."""
+    return tl.load(scales + row, mask=mask, other=0.0)[None, :] * 256
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _activate(
     h: tl.tensor,
     gate_up: tl.tensor,
+    scales: tl.tensor,
     order: tl.tensor,
     ends: tl.tensor,
     columns: tl.tensor,
@@ -225,6 +281,7 @@ def _activate(
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     ALPHA: tl.constexpr,
+    E4M3: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Some outputs of silu(gate) · up of all pairs of an expert."""
@@ -235,8 +292,9 @@ def _activate(
     start, end = _pairs_of(ends, expert)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     exists = output < width
-    gate_row = (expert * 2 * width + output)[:, None]
-    dtype = activated.dtype.element_ty
+    row = expert * 2 * width + output
+    gate_row = row[:, None]
+    dtype: tl.constexpr = activated.dtype.element_ty
     for first in range(start, end, PAIRS):
         pair = first + tl.arange(0, PAIRS)
         inside = pair < end
@@ -248,10 +306,13 @@ def _activate(
             read = (number < HIDDEN)[None, :]
             x = tl.load(h + token[:, None] * HIDDEN + number[None, :], mask=inside[:, None] & read, other=0.0)
             mask = exists[:, None] & read
-            gate_weight = tl.load(gate_up + gate_row * HIDDEN + number[None, :], mask=mask, other=0.0)
-            up_weight = tl.load(gate_up + (gate_row + width) * HIDDEN + number[None, :], mask=mask, other=0.0)
+            gate_weight = _numbers(gate_up + gate_row * HIDDEN + number[None, :], mask, dtype, E4M3)
+            up_weight = _numbers(gate_up + (gate_row + width) * HIDDEN + number[None, :], mask, dtype, E4M3)
             gate = tl.dot(x, gate_weight.T, gate)
             up = tl.dot(x, up_weight.T, up)
+        if E4M3:
+            gate *= _scale(scales, row, exists)
+            up *= _scale(scales, row + width, exists)
         if COLUMNS > 0:
             mine, behind, lowest, highest = columns_of(columns, token, inside, columns_stride)
             scale = (ALPHA / tl.maximum(behind - mine, 1).to(tl.float32))[:, None]
@@ -285,6 +346,7 @@ def _multiplied(
     exists: tl.tensor,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    E4M3: tl.constexpr,
 ) -> tl.tensor:
     """Pairs times rows of a matrix [outputs, WIDTH], and times the weight of each pair."""
     total = tl.zeros([pair.shape[0], output.shape[0]], tl.float32)
@@ -292,7 +354,8 @@ def _multiplied(
         number = begin + tl.arange(0, STEP)
         read = (number < WIDTH)[None, :]
         x = tl.load(activated + pair[:, None] * WIDTH + number[None, :], mask=inside[:, None] & read, other=0.0)
-        weight = tl.load(matrix + output[:, None] * WIDTH + number[None, :], mask=exists[:, None] & read, other=0.0)
+        mask = exists[:, None] & read
+        weight = _numbers(matrix + output[:, None] * WIDTH + number[None, :], mask, activated.dtype.element_ty, E4M3)
         total = tl.dot(x, weight.T, total)
     return total * tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)[:, None]
 
@@ -301,6 +364,7 @@ def _multiplied(
 def _down(
     activated: tl.tensor,
     down: tl.tensor,
+    scales: tl.tensor,
     inner: tl.tensor,
     order: tl.tensor,
     ends: tl.tensor,
@@ -316,6 +380,7 @@ def _down(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    E4M3: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Some outputs of down, or some columns of its A's, of all pairs of an expert, times the pairs' weights."""
@@ -333,14 +398,16 @@ def _down(
             output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
             exists = output < hidden
             matrix = down + expert * hidden * WIDTH
-            total = _multiplied(activated, matrix, weights, pair, inside, place, output, exists, WIDTH, STEP)
+            total = _multiplied(activated, matrix, weights, pair, inside, place, output, exists, WIDTH, STEP, E4M3)
+            if E4M3:
+                total *= _scale(scales, expert * hidden + output, exists)
             to = place[:, None].to(tl.int64) * hidden
             tl.store(of_pairs + to + output[None, :], total, mask=inside[:, None] & exists[None, :])
         elif COLUMNS > 0:
             output = (tile - tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
             exists = output < COLUMNS
             matrix = inner + expert * COLUMNS * WIDTH
-            total = _multiplied(activated, matrix, weights, pair, inside, place, output, exists, WIDTH, STEP)
+            total = _multiplied(activated, matrix, weights, pair, inside, place, output, exists, WIDTH, STEP, False)
             to = (place % PER_TOKEN * rows + place // PER_TOKEN)[:, None] * COLUMNS
             tl.store(reduced + to + output[None, :], total, mask=inside[:, None] & exists[None, :])
 

@@ -17,6 +17,7 @@ reads them faster than a library's matrix product, and computes the norm before 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,6 +40,9 @@ from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter, experts_of
 from tinsmith.models.packed_lora import Adapters
+
+if TYPE_CHECKING:
+    from tinsmith.kernels.experts import ExpertWeights
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
@@ -250,13 +254,13 @@ class RowAdapters(Adapters):
         matrices = self.experts.get(stack.name)
         if matrices is None:
             return mix_rows(stack, h, weights, chosen)
-        whole = for_kernels(stack, h)
-        if whole is not None:
+        held = for_kernels(stack, h)
+        if held is not None:
             from tinsmith.kernels import experts
 
             own = (self.columns, matrices.a, matrices.b, matrices.inner, matrices.outer, matrices.tiles)
             adapters = experts.RowMatrices(*own, OUTPUTS, LORA_ALPHA)
-            return experts.mix(h, weights, chosen, *whole, adapters)
+            return experts.mix(h, weights, chosen, held, adapters)
         pairs = pairs_of(stack.kind, chosen, None, 1)
         of_pairs, (gate_up, down) = pairs.weights(weights), stack.matrices
         inner = enter_experts(pairs, chosen, h, gate_up, None if stack.biases is None else stack.biases.gate_up)
@@ -327,23 +331,29 @@ def route_rows(stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]
 
 def mix_rows(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Compute the experts of rows h [rows, hidden] of a step, which have no adapters; without gradients."""
-    whole = for_kernels(stack, h)
-    if whole is None:
+    held = for_kernels(stack, h)
+    if held is None:
         return mix_bare(stack, h, weights, chosen)
     from tinsmith.kernels import experts
 
-    return experts.mix(h, weights, chosen, *whole, None)
+    return experts.mix(h, weights, chosen, held, None)
 
 
-def for_kernels(stack: ExpertStack, h: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The matrices of gate and up, and of down, if our kernels compute these experts of rows h [rows, hidden].
+def for_kernels(stack: ExpertStack, h: Tensor) -> "ExpertWeights | None":
+    """The matrices of experts whose rows h [rows, hidden] our kernels compute; None if PyTorch computes them.
 
-    They have no biases and are not quantized.
+    They have no biases, and are in the precision of h or in FP8.
     """
     if stack.biases is not None or not on_kernels("experts", h):
         return None
+    from tinsmith.kernels.experts import ExpertWeights
+
     gate_up, down = stack.gate_up, stack.down
-    return (gate_up, down) if isinstance(gate_up, Tensor) and isinstance(down, Tensor) else None
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        return ExpertWeights(gate_up, down, None)
+    if isinstance(gate_up, Tensor) or isinstance(down, Tensor) or gate_up.form.name != "fp8":
+        return None
+    return ExpertWeights(gate_up.codes, down.codes, (gate_up.scales, down.scales))
 
 
 class BareRows(Adapters):
