@@ -25,26 +25,42 @@ from tinsmith.kernels.dispatch import MOST_ROWS, overlapping
 
 ROOT = Path(__file__).parents[2]
 ACCESSES = ("ld.global", "st.global", "cp.async", "red.global", "atom.global")
-INTEGERS = {"columns": "*i64", "tiles": "*i32", "table": "*i32", "lengths": "*i32"}
-NUMBERS = ("rows", "outputs", "heads", "inputs", "width", "targets", "share", "splits", "tokens")
-WIDE = ("reduced", "parts", "weights", "cos", "sin", "decay", "d_decay", "d_a_log")
+INTEGERS = dict.fromkeys(("tiles", "table", "lengths", "order", "ends"), "*i32") | {
+    "columns": "*i64",
+    "chosen": "*i64",
+}
+NUMBERS = (
+    "rows",
+    "outputs",
+    "heads",
+    "inputs",
+    "width",
+    "targets",
+    "share",
+    "splits",
+    "tokens",
+    "pairs",
+    "hidden",
+    "down_tiles",
+)
+WIDE = ("reduced", "parts", "weights", "of_pairs", "cos", "sin", "decay", "d_decay", "d_a_log")
 """Tensors of float32; the others are of bfloat16."""
 
 CONSTANTS = {
     name: value
     for value, names in {
-        False: "ZERO_CENTRED",
-        True: "NORMS HAS_NORM ADDS HAS_BIAS EVEN STORES OVERLAPS",
+        False: "ZERO_CENTRED E4M3",
+        True: "NORMALIZED NORMS HAS_NORM ADDS HAS_BIAS EVEN STORES OVERLAPS",
         2: "GROUP PARTS",
         4: "SPLITS",
-        8: "HEADS KV_HEADS SPLITS_PADDED",
+        8: "HEADS KV_HEADS SPLITS_PADDED PER_TOKEN KEPT",
         16: "GROUP_PADDED BLOCK ROWS",
         20: "WINDOW",
         32: "ALPHA CHUNK",
         64: "PAIRS OUTPUTS TILE",
-        128: "WIDTH PADDED HEAD_DIM HEAD_PADDED STEP",
+        128: "EXPERTS WIDTH PADDED HEAD_DIM HEAD_PADDED STEP",
         1024: "COLUMNS NUMBERS",
-        2048: "INPUTS",
+        2048: "INPUTS HIDDEN",
     }.items()
     for name in names.split()
 }
