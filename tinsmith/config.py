@@ -174,6 +174,12 @@ class ModelsConfig:
         "Precision of base models: float32, bfloat16, or auto, which is bfloat16 on a GPU and float32 on a CPU",
         choices=("auto", "float32", "bfloat16"),
     )
+    expert_dtype: str = setting(
+        "model",
+        "How experts of mixtures are held: model, in the precision of the base; in 8 bits, fp8; "
+        "in 4 bits and a little, nf4 or mxfp4. The log says what that costs. Adapters train on them, all weights do not",
+        choices=("model", "fp8", "nf4", "mxfp4"),
+    )
     memory_share: float = setting(
         1.0,
         "Share of a GPU's memory that this server takes; the rest is left to other programs on it, "

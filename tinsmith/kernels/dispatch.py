@@ -29,12 +29,14 @@ Kernels = Literal[
     "lora",
     "one_row",
     "paged_attention",
+    "quantized",
     "rows",
 ]
 SERVED: dict[Kernels, tuple[torch.dtype, ...]] = {
     # Training and sampling
     "rows": HALF,  # norms, rotary positions, SwiGLU; in PyTorch: models/fused.py
     "gates": HALF,  # gates of attention and of gated delta nets; models/fused.py
+    "quantized": (*HALF, torch.float32),  # matrices of experts in fewer bits; models/quantized.py
     "convolution": (torch.bfloat16,),  # of gated delta nets; models/delta_rule.py
     # kernels/delta_chunks.py; kernels/delta_nets.py first tries both kernels of delta nets
     "delta_rule": (torch.bfloat16,),

@@ -16,6 +16,7 @@ from tinsmith.models.families import context_length, empty_network, family_of, r
 from tinsmith.models.full import FullState
 from tinsmith.models.layout import Layout, layout_of
 from tinsmith.models.network import layer_modules
+from tinsmith.models.quantized import Format, bytes_of, format_of, scratch_numbers
 from tinsmith.protocol.shapes import LoraShape
 
 
@@ -34,17 +35,37 @@ class Sizes:
     layout: Layout
     layer_parameters: tuple[int, ...]
     """Those of each layer of the language model, without routers of experts, which are not trained."""
+    expert_format: Format | None = None
+    """How the matrices of experts are held; None for those of `dtype`."""
     parts: int = 1
     """Number of workers over which layers are sharded (--shard weights); 1 if each holds all of them."""
 
     @property
     def weight_bytes(self) -> int:
-        """The frozen weights of one worker. Where layers are sharded it also has room for two that are put together."""
-        if self.parts == 1:
-            return self.parameters * self.dtype.itemsize
-        layers = sum(self.layer_parameters)
-        held = self.parameters - layers + -(-layers // self.parts) + 2 * max(self.layer_parameters)
-        return held * self.dtype.itemsize
+        """The frozen weights of one worker, with memory to unpack quantized experts of a layer.
+
+        Where layers are sharded it also has room for two that are put together.
+        """
+        around = (self.parameters - sum(self.layer_parameters)) * self.dtype.itemsize + self.scratch_bytes
+        layers = self._layer_bytes
+        return around + (sum(layers) if self.parts == 1 else -(-sum(layers) // self.parts) + 2 * max(layers))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory to unpack quantized experts of a layer."""
+        if self.expert_format is None:
+            return 0
+        return scratch_numbers(self.layout.experts.values(), self.text_config.hidden_size) * self.dtype.itemsize
+
+    @property
+    def _layer_bytes(self) -> list[int]:
+        """The weights of each layer, as they are held."""
+        found = [numbers * self.dtype.itemsize for numbers in self.layer_parameters]
+        hidden: int = self.text_config.hidden_size
+        for index, kind in self.layout.experts.items() if self.expert_format else ():
+            found[index] -= kind.parameters(hidden) * self.dtype.itemsize
+            found[index] += bytes_of(self.expert_format, kind, hidden, self.dtype)
+        return found
 
     @property
     def column_bytes(self) -> int:
@@ -102,19 +123,24 @@ def column_bytes(bases: Collection[Sizes], config: Config) -> int:
 
 def loaded_sizes(base: BaseModel, parts: int) -> Sizes:
     """Sizes of a loaded base model, whose layers are sharded over `parts` workers."""
-    trained = {name: tensor.numel() for name, tensor in base.full_targets(LoraShape(0, seed=0)).items()}
+    trained = {name: tensor.numel() for name, tensor in base.trainable(LoraShape(0, seed=0)).items()}
+    parameters = sum(parameter.numel() for parameter in base.network.parameters())
+    for index, kind in base.layout.experts.items() if base.expert_format else ():
+        trained[f"layers.{index}.mlp.experts"] = kind.parameters(base.text_config.hidden_size)
+        parameters += kind.parameters(base.text_config.hidden_size)
     layers = [f"layers.{index}." for index in range(len(base.layout.layers))]
     return Sizes(
         text_config=base.text_config,
         device=base.device,
         dtype=base.dtype,
-        parameters=sum(parameter.numel() for parameter in base.network.parameters()),
+        parameters=parameters,
         language_parameters=sum(trained.values()),
         max_context=base.max_context,
         layout=base.layout,
         layer_parameters=tuple(
             sum(count for name, count in trained.items() if name.startswith(layer)) for layer in layers
         ),
+        expert_format=base.expert_format,
         parts=parts,
     )
 
@@ -140,4 +166,5 @@ def size_of(source: str, config: ModelsConfig) -> Sizes:
         max_context=context_length(source, text_config, config.max_context),
         layout=layout,
         layer_parameters=tuple(sum(p.numel() for p in {*layer.parameters()} & trained) for layer in layers),
+        expert_format=format_of(source, layout, config.expert_dtype),
     )

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from transformers import logging as transformers_logging
 
 from tinsmith.config import Config, ModelsConfig
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.kernels.compiled import count_kernels, keep_kernels
 from tinsmith.kernels.delta_nets import announce
 from tinsmith.kernels.device import move_weights
@@ -43,6 +43,7 @@ from tinsmith.models.network import (
     use_attention,
 )
 from tinsmith.models.packed_lora import SegmentAdapters
+from tinsmith.models.quantized import Format, format_of, quantize_experts
 from tinsmith.models.read_decoder import KNOWN_TYPES, read_decoder
 from tinsmith.models.streamed_decoder import move_all_but_layers, read_host_decoder
 from tinsmith.models.vision_tower import ImageFeatures, ImageInput, VisionTower
@@ -90,6 +91,8 @@ class BaseModel:
     max_context: int
     active: ActivePass
     layout: Layout
+    expert_format: Format | None
+    """How the matrices of experts are held; None for those of `dtype`."""
     deterministic: bool
     """Whether numbers of a token, but not gradients, depend on what it sees alone (`models/deterministic.py`)."""
     features: LRUCache[bytes, ImageFeatures]
@@ -135,7 +138,18 @@ class BaseModel:
 
         A switch that is off leaves out all attention blocks or MLPs, or the output projection, which is the embedding
         too where they are tied. Routers of experts stay as they are. The rest is always trained.
+
+        Raises UserError if experts are held in fewer bits: what would be trained is not here.
         """
+        if self.expert_format is not None:
+            raise UserError(
+                f"{self.name} trains no full parameters (rank 0) here: its experts are held in "
+                f"{self.expert_format.name}; train an adapter, or start the server with --expert-dtype model"
+            )
+        return self.trainable(shape)
+
+    def trainable(self, shape: LoraShape) -> dict[str, Tensor]:
+        """The same, without the matrices of quantized experts."""
         unembed = () if shape.train_unembed else (self.head_name,)
         frozen = (*unembed, *self.layout.frozen_blocks(shape), *self.layout.routers)
         parameters = dict(self.language_model.named_parameters()) | {self.head_name: self.lm_head}
@@ -258,7 +272,12 @@ def load_base_model(
         network = load_network(source, family, dtype)
     network.eval().requires_grad_(False)
     language_model = family.language_model(network)
+    layout = layout_of(source, family, network)
+    expert_format = format_of(source, layout, config.expert_dtype)
     layers_on_host = layers_on_host and family.model_type in KNOWN_TYPES
+    if expert_format is not None:
+        home = torch.device("cpu") if layers_on_host else device
+        quantize_experts(language_model, layout, expert_format, dtype, device, home)
     if layers_on_host:
         move_all_but_layers(network, language_model, device)
     else:
@@ -266,7 +285,6 @@ def load_base_model(
     use_attention(network, family, ATTENTION)
     fuse_norms(language_model)
     follow_plans(language_model)
-    layout = layout_of(source, family, network)
     if any(isinstance(kind, DeltaNet) for kind in layout.layers):
         announce(device, dtype)
     decoder: Decoder | None
@@ -276,6 +294,8 @@ def load_base_model(
         decoder = read_decoder(family.model_type, language_model, layout)
     if config.deterministic:
         require_attention_only(name, decoder)
+    if decoder is None and expert_format is not None:
+        raise ConfigError(f"{source}: its layers are none that --expert-dtype {expert_format.name} is for; omit it")
     active = ActivePass()
     attach_lora(language_model, {name: target for name, target in layout.targets.items() if name != LM_HEAD}, active)
     attach_to_experts(language_model, layout.experts, active)
@@ -295,6 +315,7 @@ def load_base_model(
         max_context=context_length(name, model_config.get_text_config(), config.max_context),
         active=active,
         layout=layout,
+        expert_format=expert_format,
         deterministic=config.deterministic,
         features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
         computed_fingerprint=compute_fingerprint(source),

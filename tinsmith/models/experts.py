@@ -23,6 +23,7 @@ from tinsmith.models.fused import swiglu, swiglu_backward
 from tinsmith.models.grouped_product import grouped_product, outer_product, transposed_product
 from tinsmith.models.layers import Experts
 from tinsmith.models.lora import ExpertFactors, Segment, experts_of
+from tinsmith.models.quantized import Matrices
 
 RANKS = 8
 """Ranks are padded to multiples of it: grouped products in half precision read 16 bytes at a time."""
@@ -39,16 +40,20 @@ class ExpertStack:
     """Names of the three parameters inside the language model."""
     router: Tensor
     """[experts, hidden]"""
-    gate_up: Tensor
+    gate_up: Matrices
     """[experts, 2 · width, hidden]"""
-    down: Tensor
+    down: Matrices
     """[experts, hidden, width]"""
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "ExpertStack":
         """Use these parameters, by name, in the place of its own."""
-        own = (self.router, self.gate_up, self.down)
-        router, gate_up, down = (parameters.get(name, held) for name, held in zip(self.names, own, strict=True))
-        return replace(self, router=router, gate_up=gate_up, down=down)
+        router, gate_up, down = self.names
+        return replace(
+            self,
+            router=parameters.get(router, self.router),
+            gate_up=parameters.get(gate_up, self.gate_up),
+            down=parameters.get(down, self.down),
+        )
 
     def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts of tokens h [tokens, hidden] as transformers does: weights and numbers [tokens, per_token]."""
@@ -146,7 +151,7 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pairs: Pairs, h: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *lora: Tensor
+        ctx: Any, pairs: Pairs, h: Tensor, weights: Tensor, gate_up: Matrices, down: Matrices, *lora: Tensor
     ) -> tuple[Tensor, ...]:
         inner = grouped_product(pairs.copied(h), gate_up, pairs.expert_ends)  # [pairs, 2 · width]
         if lora:
@@ -157,7 +162,10 @@ class _Mixed(torch.autograd.Function):
         of_pairs = pairs.weights(weights)
         out = pairs.summed(grouped_product(activated, down, pairs.expert_ends) * of_pairs)
         ctx.per_token = pairs.per_token
-        ctx.save_for_backward(*pairs[1:], inner, h, weights, gate_up, down, *lora)
+        # Tensors may be anybody's leaves; quantized matrices are never trained, nor do they change.
+        ctx.quantized = [None if isinstance(own, Tensor) else own for own in (gate_up, down)]
+        tensors = (own if isinstance(own, Tensor) else None for own in (gate_up, down))
+        ctx.save_for_backward(*pairs[1:], inner, h, weights, *tensors, *lora)
         if not lora:
             return (out,)
         return out, pairs.summed(grouped_product(activated, lora[3], pairs.ends) * of_pairs)
@@ -166,6 +174,7 @@ class _Mixed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         order, tokens, places, expert_ends, ends, inner, h, weights, gate_up, down, *lora = ctx.saved_tensors
         pairs = Pairs(ctx.per_token, order, tokens, places, expert_ends, ends)
+        gate_up, down = (own or saved for own, saved in zip(ctx.quantized, (gate_up, down), strict=True))
         _, wants_h, wants_weights, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
         of_pairs = pairs.weights(weights)
         d_out = pairs.copied(grads[0])  # [pairs, hidden], without the router's weight, as all until `d_activated`

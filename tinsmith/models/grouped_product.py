@@ -2,7 +2,7 @@
 
 `ends` [groups] int32 says behind which row each group ends; a group may have no row. In half precision on a GPU widths
 are multiples of 8, there are at most `MOST_GROUPS`, and on Hopper and later the host waits for nothing. Nothing of a
-row reaches another group, NaN neither.
+row reaches another group, NaN neither. Quantized matrices are unpacked for each product anew: nobody keeps them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,21 +12,31 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from tinsmith.kernels.dispatch import half_on_gpu
+from tinsmith.models.quantized import Matrices
 
 MOST_GROUPS = 1023
 """Groups of one product: PyTorch's kernel for Hopper takes fewer than 1,024."""
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(x: Tensor, weight: Matrices, ends: Tensor) -> Tensor:
     """Multiply rows x [rows, in] with the transpose of their group's matrix, weight [groups, out, in]: [rows, out]."""
+    return _multiplied(x, _whole(weight, ends), ends)
+
+
+def transposed_product(y: Tensor, weight: Matrices, ends: Tensor) -> Tensor:
+    """Multiply rows y [rows, out] with their group's matrix, weight [groups, out, in]: [rows, in]."""
+    return _multiplied(y, _whole(weight, ends).transpose(1, 2), ends)
+
+
+def _whole(weight: Matrices, ends: Tensor) -> Tensor:
+    """The matrices of the groups that have rows; what others read may be anything."""
+    return weight if isinstance(weight, Tensor) else weight.unpacked(ends)
+
+
+def _multiplied(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if half_on_gpu(x.device, x.dtype):
         return grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
     return multiply_rows(x, weight, _rows_of(ends, len(x)))
-
-
-def transposed_product(y: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows y [rows, out] with their group's matrix, weight [groups, out, in]: [rows, in]."""
-    return grouped_product(y, weight.transpose(1, 2), ends)
 
 
 def outer_product(y: Tensor, x: Tensor, like: Tensor, ends: Tensor) -> Tensor:

@@ -72,6 +72,10 @@ class Experts:
     shared_width: int
     """The same width of the expert that computes every token, with a gate of its own; 0 if there is none."""
 
+    def parameters(self, hidden: int) -> int:
+        """Count the numbers of all experts' matrices, without the shared one's."""
+        return 3 * self.count * self.width * hidden
+
 
 def layers_of(source: str, model_type: str, text_config: Any) -> tuple[LayerKind, ...]:
     """The kind of each layer of a language model with this transformers configuration.

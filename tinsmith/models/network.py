@@ -28,6 +28,7 @@ from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import LoraTarget, Projection
 from tinsmith.models.lora import ExpertFactors, Segment, experts_of
 from tinsmith.models.packed_lora import SegmentAdapters
+from tinsmith.models.quantized import QuantizedParameter
 
 ATTENTION = "tinsmith"
 """The name under which the attention function is registered with transformers."""
@@ -300,6 +301,9 @@ def _forward_experts(
 ) -> Tensor:
     """Compute segment after segment by transformers' own code, each with weights that its adapter is merged into."""
     found = []
+    quantized = {part: own for part, own in module.named_children() if isinstance(own, QuantizedParameter)}
+    if quantized:
+        module = _with_parameters(module, {part: own.matrices.copied() for part, own in quantized.items()})
     for segment in active.segments or [Segment(0, len(hidden), None)]:
         own = slice(segment.start, segment.end)
         factors = None if segment.adapter is None else experts_of(segment.adapter, name)

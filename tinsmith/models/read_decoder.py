@@ -30,6 +30,7 @@ from tinsmith.models.joined_linear import JoinedLinear, join_linears
 from tinsmith.models.layers import Attention, DeltaNet, Experts
 from tinsmith.models.layout import Layout, is_silu
 from tinsmith.models.network import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm
+from tinsmith.models.quantized import matrices_of
 
 log = logging.getLogger(__name__)
 
@@ -152,8 +153,8 @@ def _read_dense(language_model: Any, name: str, layout: Layout) -> Build:
 def _read_experts(language_model: Any, name: str, layout: Layout, kind: Experts) -> Build:
     module = language_model.get_submodule(name)
     names = (f"{name}.gate.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
-    router, gate_up, down = (language_model.get_parameter(parameter) for parameter in names)
-    stack = ExpertStack(f"{name}.experts", kind, names, router, gate_up, down)
+    router, *matrices = language_model.get_parameter(names[0]), *(matrices_of(language_model, each) for each in names[1:])
+    stack = ExpertStack(f"{name}.experts", kind, names, router, *matrices)
     if not kind.shared_width:
         _require_children(module, "gate", "experts")
         return lambda joined: ExpertMLP(stack, None)

@@ -264,7 +264,8 @@ def parameters_of(part: Any) -> dict[str, Tensor]:
     if isinstance(part, Norm):
         return {part.name: part.weight}
     if isinstance(part, ExpertStack):
-        return dict(zip(part.names, (part.router, part.gate_up, part.down), strict=True))
+        held = zip(part.names, (part.router, part.gate_up, part.down), strict=True)
+        return {name: tensor for name, tensor in held if isinstance(tensor, Tensor)}
     if isinstance(part, DeltaBlock):
         own = dict(zip(part.names, part.parameters, strict=True))
         return own | parameters_of(part.projection) | parameters_of(part.output)

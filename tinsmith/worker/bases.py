@@ -211,6 +211,7 @@ def _surroundings(base: BaseModel, files: str, samples: bool, on_host: bool) -> 
         "versions": {package: _version(package) for package in PACKAGES} | {"cuda": torch.version.cuda},
         "device": f"{base.device.type} {device}",
         "dtype": str(base.dtype),
+        "experts": base.expert_format.name if base.expert_format else None,
         "deterministic": base.deterministic,
         "layers in host memory": on_host,
         "samples": samples,
