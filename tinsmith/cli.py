@@ -211,8 +211,8 @@ _PLAN_OPTIONS = [
     _parameter("as_json", Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")], False),
 ]
 _PLANNED = (
-    *("dtype", "memory_share", "max_context", "tokens_per_pass", "logits_chunk", "planned_models", "full_state"),
-    *("sampler", "kv_cache_gib", "snapshot_gib", "max_running", "workers", "shard"),
+    *("dtype", "expert_dtype", "memory_share", "max_context", "tokens_per_pass", "logits_chunk", "planned_models"),
+    *("full_state", "sampler", "kv_cache_gib", "snapshot_gib", "max_running", "workers", "shard"),
 )
 """Settings of a server that matter for a plan."""
 

@@ -176,8 +176,8 @@ class ModelsConfig:
     )
     expert_dtype: str = setting(
         "model",
-        "How experts of mixtures are held: model, in the precision of the base; in 8 bits, fp8; "
-        "in 4 bits and a little, nf4 or mxfp4. The log says what that costs. Adapters train on them, all weights do not",
+        "How experts of mixtures are held: model, in the base's precision; fp8, in 8 bits; nf4 or mxfp4, in 4. "
+        "The log says what it costs. Adapters train on such experts, all weights (rank 0) do not",
         choices=("model", "fp8", "nf4", "mxfp4"),
     )
     memory_share: float = setting(

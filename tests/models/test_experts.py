@@ -29,6 +29,7 @@ from tinsmith.models.experts import ExpertStack, mix_bare
 from tinsmith.models.experts import owners_of as owners_of_row
 from tinsmith.models.lora import Adapter, Segment, experts_of
 from tinsmith.models.packed_lora import SegmentAdapters
+from tinsmith.models.quantized import Matrices
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering import packing
 from tinsmith.rendering.packing import shared_rows
@@ -86,6 +87,11 @@ def choice_of(stack: ExpertStack, allowed: Sequence[int], seed: int = 0) -> tupl
     return weights.to(DEVICE), torch.tensor(allowed)[order].to(DEVICE)
 
 
+def whole(matrices: Matrices) -> Tensor:
+    """The same matrices as a tensor."""
+    return matrices if isinstance(matrices, Tensor) else matrices.copied()
+
+
 def loop(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor, segments: Sequence[Segment]) -> Tensor:
     """The formula, token by token and expert by expert."""
     rows = []
@@ -95,14 +101,14 @@ def loop(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor, segment
         for token in range(segment.start, segment.end):
             x, total = h[token], torch.zeros_like(h[token])
             for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
-                gate_matrix, up_matrix = stack.gate_up[expert].chunk(2)
+                gate_matrix, up_matrix = whole(stack.gate_up)[expert].chunk(2)
                 gate, up = gate_matrix @ x, up_matrix @ x
                 if adapter is not None and factors is not None:
                     scale = 32 / adapter.shape.rank
                     gate = gate + scale * factors.gate.b[expert] @ (factors.gate.a @ x)
                     up = up + scale * factors.up.b[expert] @ (factors.up.a @ x)
                 inner = silu(gate) * up
-                out = stack.down[expert] @ inner
+                out = whole(stack.down)[expert] @ inner
                 if adapter is not None and factors is not None:
                     out = out + scale * factors.down.b @ (factors.down.a[expert] @ inner)
                 total = total + weight * out
@@ -136,7 +142,7 @@ def computed(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output, and the gradients of h, of the router's weights, of the experts' and of the adapters' matrices."""
     weights, chosen = choice
-    given = {"h": h, "weights": weights, "gate_up": stack.gate_up, "down": stack.down}
+    given = {"h": h, "weights": weights, "gate_up": whole(stack.gate_up), "down": whole(stack.down)}
     given = {name: tensor.detach().clone().requires_grad_() for name, tensor in given.items()}
     own = replace(stack, gate_up=given["gate_up"], down=given["down"])
     out = how(own, given["h"], given["weights"], chosen, segments)

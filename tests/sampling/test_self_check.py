@@ -21,6 +21,7 @@ from torch import Tensor
 from tests.bases import OTHER_DECODERS, load, write_decoder
 from tests.extent import families, slow
 from tests.models.test_decoder import EXPERTS
+from tests.models.test_experts import whole
 from tinsmith.errors import ConfigError
 from tinsmith.models import vision_tower
 from tinsmith.models.attention import PackedPlan
@@ -339,10 +340,10 @@ WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
     "window": ("mistral", lambda d: spoil_attention(d, window_of=None)),
     "linears": ("qwen3", lambda d: spoil_first_layer(d, mlp=d.layers[1].mlp)),
     "router": ("qwen3_moe", lambda d: spoil_experts(d, lambda own: replace(own, router=own.router.roll(1, 0)))),
-    "experts": ("qwen3_moe", lambda d: spoil_experts(d, lambda own: replace(own, down=own.down.roll(1, 0)))),
+    "experts": ("qwen3_moe", lambda d: spoil_experts(d, lambda own: replace(own, down=whole(own.down).roll(1, 0)))),
     "gate and up of experts": (
         "qwen3_moe",
-        lambda d: spoil_experts(d, lambda own: replace(own, gate_up=own.gate_up.roll(own.kind.width, 1))),
+        lambda d: spoil_experts(d, lambda own: replace(own, gate_up=whole(own.gate_up).roll(own.kind.width, 1))),
     ),
     "probabilities of experts": (
         "qwen3_moe",

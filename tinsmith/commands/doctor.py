@@ -204,7 +204,8 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
         yield Finding(
             name,
             "ok",
-            f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}",
+            f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}"
+            + (f", experts in {sizes.expert_format.name}" if sizes.expert_format else ""),
         )
         yield from (Finding(f"  {part}", "ok", size_text(size)) for part, size in parts.items())
         yield from cached
@@ -219,7 +220,11 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
             )
     fits: State = "ok" if needed <= place.free else "missing"
     where = place.name.partition(",")[0] if place.on_gpu else "memory"
-    yield Finding(f"{where} for all of it", fits, f"about {_gib(needed)} needed, {_gib(place.free)} free")
+    detail = f"about {_gib(needed)} needed, {_gib(place.free)} free"
+    saved = sum(sizes.weight_bytes - smaller.weight_bytes for sizes in known.values() if (smaller := sizes.with_fp8))
+    if fits == "missing" and needed - saved <= place.free:
+        detail += f"; --expert-dtype fp8 needs {_gib(saved)} less"
+    yield Finding(f"{where} for all of it", fits, detail)
     yield from _full_training(known, place.free - needed, config)
 
 
@@ -286,6 +291,8 @@ def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iter
         )
         return
     for name, sizes in known.items():
+        if sizes.expert_format is not None:
+            continue  # they cannot be trained
         full = sizes.model(0, full_state(config.training))
         room: State = "ok" if full.training <= left else "note"
         detail = (

@@ -70,9 +70,9 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield f"a pass of {plan.pass_tokens:,} tokens", f"{size_text(plan.pass_bytes)}, roughly (--tokens-per-pass){again}"
     adapters = plan.adapters
     each = f"{size_text(adapters.bytes_each)} each, a snapshot to sample {size_text(adapters.snapshot_bytes)}"
-    none = "none fits beside all of that" + (
-        f", one does with --tokens-per-pass {largest}" if (largest := plan.largest_pass_tokens) else ""
-    )
+    largest = f"--tokens-per-pass {plan.largest_pass_tokens}" if plan.largest_pass_tokens else None
+    remedies = " or ".join(filter(None, (largest, plan.advice)))
+    none = "none fits beside all of that" + (f", one does with {remedies}" if remedies else "")
     yield (
         "adapters" if plan.rank else "models of rank 0",
         f"{f'{adapters.fit:,} train at once beside all of that' if adapters.fit else none}; {each}",
@@ -93,7 +93,9 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "told to clients", f"up to {plan.advertised_context:,} tokens{why}"
 
 
-def _full_lines(full: FullPlan) -> Iterator[tuple[str, str]]:
+def _full_lines(full: FullPlan | None) -> Iterator[tuple[str, str]]:
+    if full is None:
+        return
     fits = "fits" if full.fits else "does not fit"
     yield (
         "all parameters (rank 0)",

@@ -79,19 +79,28 @@ def _contradictions(config: Config, given: Collection[str]) -> Iterator[str]:
         yield f"{share} has no effect with train=none and vllm_urls, with which this server uses no GPU; leave it out"
     if config.training.sequence_parallel_from and config.shards_weights:
         yield f"sequence_parallel_from is not possible with shard={config.distributed.shard}; leave one of them out"
-    if config.training.sequence_parallel_from and config.models.deterministic:
-        yield (
-            "sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker"
-        )
-    if sampler == "vllm" and config.models.deterministic:
-        yield (
-            "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; "
-            "use --sampler local"
-        )
+    yield from _contradict_models(config)
     if config.vllm.vllm_turn_s:
         yield from _contradict_turns(config)
     if config.distributed.ray_address:
         yield from _contradict_ray(config)
+
+
+def _contradict_models(config: Config) -> Iterator[str]:
+    if config.training.sequence_parallel_from and config.models.deterministic:
+        yield (
+            "sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker"
+        )
+    if config.training.trains and config.models.expert_dtype != "model" and not config.training.planned_rank:
+        yield (
+            f"planned_rank=0 plans for training of all parameters, of which expert_dtype={config.models.expert_dtype} "
+            "keeps no experts that can be trained; leave one of them out"
+        )
+    if config.sampling.sampler == "vllm" and config.models.deterministic:
+        yield (
+            "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; "
+            "use --sampler local"
+        )
 
 
 def _contradict_turns(config: Config) -> Iterator[str]:

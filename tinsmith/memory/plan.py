@@ -188,7 +188,7 @@ def plan_modes(
     replicated = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, shard="none"))
     modes = [
         _plan_mode(sizes, others, place, replicated, whole, workers, *training)
-        for training in _trainings(rank, place.on_gpu)
+        for training in _trainings(rank, place.on_gpu, sizes)
     ]
     # --shard is one setting for all base models
     if workers > 1 and all(can_be_sharded(each) for each in (sizes, *others)):
@@ -198,7 +198,7 @@ def plan_modes(
         settings = dataclasses.replace(
             config, sampling=sampling, distributed=dataclasses.replace(config.distributed, shard="weights")
         )
-        ranks = (rank, 0) if rank else (0,)
+        ranks = [each for each in dict.fromkeys((rank, 0)) if each or sizes.expert_format is None]
         modes += [_plan_mode(parts, beside, place, settings, "sharded", workers, each, "float32") for each in ranks]
     return modes
 
@@ -208,9 +208,11 @@ def can_be_sharded(sizes: Sizes) -> bool:
     return sizes.layout.family.model_type in KNOWN_TYPES
 
 
-def _trainings(rank: int, on_gpu: bool) -> Iterator[tuple[int, FullState]]:
+def _trainings(rank: int, on_gpu: bool, sizes: Sizes) -> Iterator[tuple[int, FullState]]:
     if rank:
         yield rank, "float32"
+    if sizes.expert_format is not None:
+        return
     yield 0, "float32"
     yield 0, "compact"
     if on_gpu:
@@ -321,7 +323,8 @@ class Plan:
     """Layers that such a pass recomputes to fit beside one adapter."""
     cache: CachePlan | None
     adapters: AdaptersPlan
-    full_parameters: FullPlan
+    full_parameters: FullPlan | None
+    """None with quantized experts (--expert-dtype), which cannot be trained."""
     longest_sequence: SequencePlan
     advertised_context: int | None
     """`max_context_length` that clients are told; None with vLLM."""
@@ -330,14 +333,21 @@ class Plan:
     modes: list[ModePlan]
     fits: bool
     """Whether at least one adapter can be trained."""
+    advice: str | None
+    """A setting with which one can, if none can without."""
 
 
 def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     """The plan for the one base model of `config`, on GPUs of this memory, or for None on this machine's devices.
 
     GPUs that need not be here have a host with as much memory as all of them. Raises ConfigError for a model that
-    cannot be read or served.
+    cannot be read or served, and for rank 0 with quantized experts.
     """
+    if rank == 0 and config.models.expert_dtype != "model":
+        raise ConfigError(
+            "--rank 0 trains all parameters, and experts are not trained with --expert-dtype "
+            f"{config.models.expert_dtype}; leave one of them out"
+        )
     ((name, source),) = base_model_sources(config).items()
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, planned_rank=rank))
     if memory_gib is None:
@@ -365,12 +375,15 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         sizes = dataclasses.replace(sizes, parts=workers)
     planned = plan_base(sizes, (), place, config, workers)
     state, passes = full_state(config.training), planned.passes
-    full, cache = sizes.full(state), _cache_of(planned)
+    cache = _cache_of(planned)
     tokens, chunk = config.training.tokens_per_pass, config.training.logits_chunk
     longest, together = planned.longest, planned.together
-    left = beside_weights(place.free - place.reserve, [sizes], config) - planned.budget.cache
-    beside = max(0, left - passes.bytes(tokens, chunk, passes.smallest))
+    beside = _beside_pass(planned)
     fit = beside // planned.model.training
+    full = None
+    if sizes.expert_format is None:
+        parts = sizes.full(state)
+        full = FullPlan(state, parts, beside, parts.device, parts.device <= beside)
     return Plan(
         model=name,
         architecture=sizes.layout.family.model_type,
@@ -388,13 +401,31 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         recomputed_layers=planned.recomputation.recompute,
         cache=cache,
         adapters=AdaptersPlan(planned.model.training, planned.model.snapshot, fit),
-        full_parameters=FullPlan(state, full, beside, full.device, full.device <= beside),
+        full_parameters=full,
         longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context", together),
         advertised_context=_advertised(config, sizes.max_context, cache, together),
         workers=workers,
         modes=modes,
         fits=fit > 0,
+        advice=None if fit else _advice(planned),
     )
+
+
+def _beside_pass(planned: BasePlan) -> int:
+    """Bytes that weights, cache and a pass that recomputes its layers leave."""
+    training, place = planned.config.training, planned.place
+    left = beside_weights(place.free - place.reserve, [planned.sizes], planned.config) - planned.budget.cache
+    smallest = planned.passes.smallest
+    return max(0, left - planned.passes.bytes(training.tokens_per_pass, training.logits_chunk, smallest))
+
+
+def _advice(planned: BasePlan) -> str | None:
+    """The setting with which an adapter fits; None if there is none."""
+    smaller = planned.sizes.with_fp8
+    if smaller is None or not planned.config.training.planned_rank:
+        return None
+    with_it = plan_base(smaller, (), planned.place, planned.config, planned.workers)
+    return "--expert-dtype fp8" if _beside_pass(with_it) >= with_it.model.training else None
 
 
 def _cache_of(planned: BasePlan) -> CachePlan | None:

@@ -1,7 +1,7 @@
 """Computes the memory of a base model and of training it from its configuration alone."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from tinsmith.models.families import context_length, empty_network, family_of, r
 from tinsmith.models.full import FullState
 from tinsmith.models.layout import Layout, layout_of
 from tinsmith.models.network import layer_modules
-from tinsmith.models.quantized import Format, bytes_of, format_of, scratch_numbers
+from tinsmith.models.quantized import FORMATS, Format, bytes_of, format_of, scratch_numbers
 from tinsmith.protocol.shapes import LoraShape
 
 
@@ -51,6 +51,13 @@ class Sizes:
         return around + (sum(layers) if self.parts == 1 else -(-sum(layers) // self.parts) + 2 * max(layers))
 
     @property
+    def with_fp8(self) -> "Sizes | None":
+        """The sizes with --expert-dtype fp8; None for a model without experts, or whose experts are held so already."""
+        if not self.layout.experts or self.expert_format is not None:
+            return None
+        return replace(self, expert_format=FORMATS["fp8"])
+
+    @property
     def scratch_bytes(self) -> int:
         """Memory to unpack quantized experts of a layer."""
         if self.expert_format is None:
@@ -61,10 +68,11 @@ class Sizes:
     def _layer_bytes(self) -> list[int]:
         """The weights of each layer, as they are held."""
         found = [numbers * self.dtype.itemsize for numbers in self.layer_parameters]
-        hidden: int = self.text_config.hidden_size
-        for index, kind in self.layout.experts.items() if self.expert_format else ():
-            found[index] -= kind.parameters(hidden) * self.dtype.itemsize
-            found[index] += bytes_of(self.expert_format, kind, hidden, self.dtype)
+        if self.expert_format is not None:
+            hidden: int = self.text_config.hidden_size
+            for index, kind in self.layout.experts.items():
+                found[index] -= kind.parameters(hidden) * self.dtype.itemsize
+                found[index] += bytes_of(self.expert_format, kind, hidden, self.dtype)
         return found
 
     @property

@@ -142,8 +142,9 @@ class QuantizedMatrices:
 
     def copied(self) -> Tensor:
         """The matrices [experts, out, in] in memory of their own, by PyTorch's operations alone."""
-        of_codes = [tensor.to(self.scratch.numbers.device) for tensor in (self.codes, self.scales)]
-        return numbers_of(*of_codes, self.scratch.table, self.form.group).to(self.scratch.numbers.dtype)
+        scratch = self.scratch.numbers
+        codes, scales = self.codes.to(scratch.device), self.scales.to(scratch.device)
+        return numbers_of(codes, scales, self.scratch.table, self.form.group).to(scratch.dtype)
 
 
 Matrices = Tensor | QuantizedMatrices
@@ -154,7 +155,8 @@ Matrices = Tensor | QuantizedMatrices
 def unpack(out: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, table: Tensor, group: int) -> None:
     """Write the numbers of codes and scales, as `QuantizedMatrices` has them, to `out` [experts, out, in].
 
-    `table` [codes] and `group` are as in `numbers_of`. Matrices of experts that have no row stay as they are: `ends` [experts] int32 are the ends of their rows.
+    `table` and `group` are as in `numbers_of`. Matrices of experts that have no row stay as they are: `ends` [experts]
+    int32 are the ends of their rows.
     """
     used = ends.diff(prepend=ends.new_zeros(1)) > 0
     out.copy_(torch.where(used[:, None, None], numbers_of(codes, scales, table, group).to(out.dtype), out))

@@ -153,8 +153,8 @@ def _read_dense(language_model: Any, name: str, layout: Layout) -> Build:
 def _read_experts(language_model: Any, name: str, layout: Layout, kind: Experts) -> Build:
     module = language_model.get_submodule(name)
     names = (f"{name}.gate.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
-    router, *matrices = language_model.get_parameter(names[0]), *(matrices_of(language_model, each) for each in names[1:])
-    stack = ExpertStack(f"{name}.experts", kind, names, router, *matrices)
+    gate_up, down = (matrices_of(language_model, parameter) for parameter in names[1:])
+    stack = ExpertStack(f"{name}.experts", kind, names, language_model.get_parameter(names[0]), gate_up, down)
     if not kind.shared_width:
         _require_children(module, "gate", "experts")
         return lambda joined: ExpertMLP(stack, None)

@@ -56,7 +56,7 @@ def main() -> int:
     try:
         start_logging(name, config.log_level)
         lock_devices(config)  # nobody closes them: the process holds them to its end
-        bases = load_bases(config, steps.begin)
+        bases = load_bases(config, steps.begin, measures=place.rank == 0)
         steps.begin()
         compared = load_compared(config, bases)
         questions = Questions(sys.argv[1], keys)

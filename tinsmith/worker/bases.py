@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tinsmith.models.fingerprint import state_of_files
 from tinsmith.models.layout import read_layout
 from tinsmith.models.machine import free_memory, limit_memory, size_text
 from tinsmith.rendering.renderer import Renderer
+from tinsmith.sampling.expert_cost import ExpertCost, measure_cost
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.self_check import check_base_model
 from tinsmith.training.backend import LocalBackend
@@ -64,8 +66,10 @@ def stays_on_host(source: str, config: Config) -> bool:
     return free_memory(device) < WHOLE_BASE * size_of(source, config.models).weight_bytes + GIB
 
 
-def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict[str, BaseModel]:
+def load_bases(config: Config, begin: Callable[[], None] = lambda: None, measures: bool = True) -> dict[str, BaseModel]:
     """Load every base model of the configuration and check it; `begin` is called before each load and each check.
+
+    With `measures` the log says what quantized experts cost: one worker's word is enough.
 
     Raises ConfigError as `load_base_model` and `check_base_model` do.
     """
@@ -101,8 +105,21 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
         )
     for name, base in bases.items():
         begin()
-        _check(base, config, files[name], config.sampling.sampler == "local", on_host[name])
+        passed = _check(base, config, files[name], config.sampling.sampler == "local", on_host[name])
+        if measures and base.expert_format is not None:
+            cost = _cost_of(base, passed.with_suffix(".cost"), remembers=bool(files[name]))
+            log.info("%s: its experts are held in %s, which costs %s", name, base.expert_format.name, cost)
     return bases
+
+
+def _cost_of(base: BaseModel, file: Path, remembers: bool) -> ExpertCost:
+    """What quantized experts cost: read from the file, or measured and written there."""
+    with suppress(OSError, ValueError, TypeError):  # it is not there, or damaged
+        return ExpertCost(**json.loads(file.read_text()))
+    cost = measure_cost(base)
+    if remembers:
+        _remember(file, json.dumps(asdict(cost)), "measures the cost of its experts again")
+    return cost
 
 
 def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, BaseModel]:
@@ -139,8 +156,11 @@ def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, B
     return compared
 
 
-def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: bool) -> None:
-    """Check a base model, quickly if the full check passed before in the same surroundings; remember if it passes."""
+def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: bool) -> Path:
+    """Check a base model, quickly if the full check passed before in the same surroundings.
+
+    Returns the file in which that is remembered.
+    """
     started = time.monotonic()
     known = _surroundings(base, files, samples, on_host)
     passed = Path(config.data_dir) / PASSED_DIR / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
@@ -166,7 +186,8 @@ def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: 
         form,
     )
     if why and files:
-        _remember(passed, known)
+        _remember(passed, known, "checks in full again")
+    return passed
 
 
 def _why_full(passed: Path, known: str) -> str:
@@ -179,15 +200,15 @@ def _why_full(passed: Path, known: str) -> str:
         return f"{passed} cannot be read: {error}"
 
 
-def _remember(passed: Path, known: str) -> None:
-    """Note what has passed. Without it, the next start checks in full again."""
-    new = passed.with_suffix(f".{os.getpid()}.new")
+def _remember(file: Path, text: str, without: str) -> None:
+    """Note something for the next start; `without` says what that does if the file cannot be written."""
+    new = file.with_suffix(f"{file.suffix}.{os.getpid()}.new")
     try:
-        passed.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(known)
-        new.replace(passed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(text)
+        new.replace(file)
     except OSError as error:
-        log.warning("the next start checks in full again, as %s cannot be written: %s", passed, error)
+        log.warning("the next start %s, as %s cannot be written: %s", without, file, error)
 
 
 def _state_of(source: str) -> str:
