@@ -156,9 +156,10 @@ def load(directory: Path, **models: Any) -> BaseModel:
     )
 
 
-def on_host(directory: Path, dtype: str = "float32", device: str = "cpu") -> BaseModel:
+def on_host(directory: Path, dtype: str = "float32", device: str = "cpu", expert_dtype: str = "model") -> BaseModel:
     """The base model in `directory` with layers that stay in the host's memory, to be divided over workers."""
-    return load_base_model("tiny", str(directory), ModelsConfig(device=device, dtype=dtype), 2**26, layers_on_host=True)
+    models = ModelsConfig(device=device, dtype=dtype, expert_dtype=expert_dtype)
+    return load_base_model("tiny", str(directory), models, 2**26, layers_on_host=True)
 
 
 def transformers_model(directory: Path, **options: Any) -> Any:

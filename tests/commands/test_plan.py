@@ -97,6 +97,55 @@ def test_of_experts_one_factor_is_shared_and_the_other_is_each_experts_own(
     assert (large["fits"], small["fits"]) == (True, False)
 
 
+BITS = {"fp8": 8, "nf4": 4 + 16 / 64, "mxfp4": 4 + 8 / 32}
+"""Of each number, with its share of scales but for those of FP8, of which each row has one."""
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_a_mixture_that_no_80_gb_card_trains_fits_with_quantized_experts(name: str, tmp_path: Path) -> None:
+    """Qwen3.6-35B-A3B with pictures, of which a rank of 32 alone takes 10 GiB."""
+    directory = str(SERVED["Qwen/Qwen3.6-35B-A3B"].write(tmp_path))
+    options = (directory, "--memory-gib", "74.5")
+    whole = planned(*options, code=1)
+    assert (whole["fits"], whole["advice"]) == (False, "--expert-dtype fp8")
+    assert "none fits beside all of that, one does with --expert-dtype fp8; 10.4 GiB each" in plan(*options, code=1)
+    small = planned(*options, "--expert-dtype", name)
+    numbers, rows = 40 * 256 * 3 * 2048 * 512, 40 * 256 * (2 * 512 + 2048)
+    held = numbers * BITS[name] / 8 + (4 * rows if name == "fp8" else 0)
+    scratch = 256 * 2 * 512 * 2048  # gate and up of a layer
+    assert small["weight_bytes"] == 2 * (small["parameters"] - numbers + scratch) + held
+    assert (small["parameters"], small["adapters"]["bytes_each"]) == (
+        whole["parameters"],
+        whole["adapters"]["bytes_each"],
+    )
+    assert small["fits"]
+    assert small["longest_sequence"]["tokens"] > 65_536
+    assert (small["advice"], small["full_parameters"]) == (None, None)
+    assert [each["trains"] for each in small["modes"]] == ["LoRA of rank 32"]
+    assert "all parameters" not in plan(*options, "--expert-dtype", name)
+    four = planned(*options, "--expert-dtype", name, "--workers", "4", "--sampler", "none")
+    layers = size_of(directory, ModelsConfig(device="cpu")).layer_parameters
+    (replicas, sharded), around = four["modes"], 2 * (small["parameters"] - sum(layers) + scratch)
+    layers_held = [2 * layer - 2 * numbers // 40 + held / 40 for layer in layers]
+    assert (replicas["weight_bytes"], four["weight_bytes"]) == (small["weight_bytes"], small["weight_bytes"])
+    assert sharded["weight_bytes"] == around + sum(layers_held) / 4 + 2 * max(layers_held)
+
+
+def test_training_of_all_parameters_is_not_planned_with_quantized_experts(family_dir: Callable[[str], Path]) -> None:
+    options = ["plan", str(family_dir("qwen3_moe")), "--expert-dtype", "nf4"]
+    ran = CliRunner().invoke(app, [*options, "--rank", "0"])
+    assert isinstance(ran.exception, ConfigError)
+    assert str(ran.exception).startswith("--rank 0 trains all parameters, and experts are not trained with")
+    ran = CliRunner().invoke(app, ["serve", *options[2:], "--base-model", options[1], "--planned-rank", "0"])
+    assert isinstance(ran.exception, ConfigError)
+    assert str(ran.exception).startswith(
+        "planned_rank=0 plans for training of all parameters, of which expert_dtype=nf4"
+    )
+    # Nor advised: that would not let all parameters train
+    directory = str(family_dir("qwen3_moe"))
+    assert planned(directory, "--rank", "0", "--memory-gib", "1.01", code=1)["advice"] is None
+
+
 def test_they_follow_from_the_layers_of_the_model(model: str) -> None:
     """Of Qwen3.5-4B: 24 gated delta nets with 16 heads of queries and keys and 32 of values, 8 layers of attention with
     a gate.

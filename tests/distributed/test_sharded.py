@@ -308,6 +308,42 @@ def refused(act: Callable[[], object], error: type[Exception], says: str) -> Non
 OUT_OF_MEMORY = "worker 1 of 2: out of memory"
 
 
+@in_processes(2)
+def test_quantized_experts_are_divided_as_they_are_held(member: Member) -> None:
+    """Each keeps its part of the codes, and trains as one that has all of them; to the last bit, as nothing is summed.
+
+    All weights are refused, on all workers.
+    """
+    directory = member.directory / "bases" / "hybrid experts"
+    base, ordinary = (on_host(directory, device=str(here()), expert_dtype=held) for held in ("nf4", "model"))
+    kept = []
+    for each in (base, ordinary):
+        shard(each, member.group)
+        assert isinstance(each.decoder, ShardedDecoder)
+        kept.append(sum(len(part) for part in each.decoder.sharded.parts))
+    experts = sum(kind.parameters(64) for kind in base.layout.experts.values())
+    saved = experts * 4 - experts * (4 / 8 + 4 / 64)  # codes of 4 bits, and scales in float32
+    assert kept[1] - kept[0] == pytest.approx(saved / member.count, rel=0.02)
+    undivided = LocalBackend(member.base("hybrid experts", expert_dtype="nf4"), TRAINING)
+    backends = [ShardedBackend(base, TRAINING, member.group), undivided]
+    work = [each for each in work_of(base, 0) if each.model_id in LORA]
+    mine = work[member.rank :: member.count]
+    for backend in backends:
+        for name in LORA:
+            backend.create_model(name, SHAPES[name])
+            weights = backend.optimizers[name].weights
+            for master in weights.tensors():
+                master.add_(torch.randn(master.shape, generator=torch.Generator().manual_seed(0)), alpha=0.05)
+            weights.refresh()
+    assert losses_of(backends[0], mine) == losses_of(backends[1], mine)
+    for name in {each.model_id for each in mine}:
+        found, expected = (whole(backend, name, lambda model: model.accumulator.gradients) for backend in backends)
+        assert_near(found, expected, HYBRID_WITHIN if ON_GPUS else 0.0)
+        assert all(gradient.any() for gradient in found.values())
+    says = "worker 0 of 2: tiny trains no full parameters"
+    refused(lambda: backends[0].create_model("all", SHAPES["all"]), UserError, says)
+
+
 @in_processes(2, 3)
 def test_each_keeps_its_part_alone(member: Member) -> None:
     """Of 8 layers: what is freed is what the others keep, but for two buffers of the size of a layer.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.bases import DEVICE, datum, image_chunks, load, random_adapter, random_tokens, renderer
+from tests.bases import DEVICE, datum, image_chunks, load, on_host, random_adapter, random_tokens, renderer
 from tests.extent import families
 from tests.models.test_experts import LENGTHS, choice_of, leaves_of, ours, owners_of, segments_of, stack_of
 from tests.models.test_recompute import assert_equal_bits
@@ -25,7 +25,7 @@ from tests.training.test_backend import backend_with, compute, gradients
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.memory.sizing import loaded_sizes, size_of
-from tinsmith.models.base import BaseModel, load_base_model
+from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import ExpertMLP
 from tinsmith.models.quantized import FORMATS, QuantizedMatrices, numbers_of, quantize
 from tinsmith.protocol.shapes import LoraShape
@@ -242,11 +242,7 @@ def test_it_is_held_once_and_as_large_as_planned(directory: Path, name: str) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_in_host_memory_are_the_same(family_dir: Callable[[str], Path], name: str) -> None:
     directory = family_dir("qwen3_5_moe")
-    models = ModelsConfig(device=DEVICE, dtype="float32", expert_dtype=name)
-    there, whole = (
-        load_base_model("tiny", str(directory), models, 2**26, layers_on_host=True),
-        quantized(directory, name),
-    )
+    there, whole = on_host(directory, device=DEVICE, expert_dtype=name), quantized(directory, name)
     backends, rendered = (
         [backend_with(each, m=4) for each in (there, whole)],
         renderer(whole).render([random_tokens(0, 20)]),

@@ -6,6 +6,7 @@ device and settings.
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,36 @@ def test_a_check_that_fails_is_forgotten(
     with pytest.raises(ConfigError, match="transformers computes other log-probabilities"):
         start()
     assert not list((tmp_path / "data" / PASSED_DIR).iterdir())
+
+
+def test_the_log_says_what_quantized_experts_cost_and_a_later_start_remembers_it(
+    family_dir: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each way to hold them, and again if what was noted is damaged. One of several workers says it."""
+    caplog.set_level(logging.INFO, "tinsmith.worker.bases")
+
+    def told(held: str, measures: bool = True) -> str:
+        caplog.clear()
+        models = ModelsConfig(device=DEVICE, expert_dtype=held)
+        load_bases(Config([f"tiny={family_dir('qwen3_moe')}"], str(tmp_path), models=models), measures=measures)
+        found = [line for line in caplog.messages if "its experts are held in" in line]
+        assert len(found) <= 1
+        return found[0] if found else ""
+
+    assert told("model") == ""
+    first = {held: told(held) for held in ("fp8", "nf4")}
+    for held, line in first.items():
+        cost = re.fullmatch(f"tiny: its experts are held in {held}, which costs ([0-9.e-]+) nats a token .*", line)
+        assert cost is not None
+        assert 0.0001 < float(cost[1]) < 1
+    assert told("fp8", measures=False) == ""
+    monkeypatch.setattr(bases, "measure_cost", lambda base: pytest.fail("it is measured again"))
+    assert {held: told(held) for held in first} == first
+    monkeypatch.undo()
+    for file in (tmp_path / PASSED_DIR).glob("*.cost"):
+        file.write_text("{}")
+    assert {held: told(held) for held in first} == first
+    assert all(len(file.read_text()) > 20 for file in (tmp_path / PASSED_DIR).glob("*.cost"))
 
 
 @pytest.mark.parametrize("form", ["own servers", "a running server", "train none", "shard weights"])
