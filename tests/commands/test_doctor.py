@@ -94,6 +94,34 @@ def test_what_only_the_libraries_can_tell_is_missing_too(
     )
 
 
+def test_a_mixture_without_room_is_advised_to_quantize_its_experts(
+    family_dir: FamilyDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that helps."""
+    directory, training = str(family_dir("qwen3_moe")), TrainingConfig(tokens_per_pass=16, planned_rank=1)
+    options = ["--device", "cpu", "--base-model", f"m={directory}", "--kv-cache-gib", "0.001"]
+    options += ["--tokens-per-pass", "16", "--planned-rank", "1"]
+    sizes = size_of(directory, ModelsConfig(device="cpu"))
+    passes, chunk = sizes.passes, training.logits_chunk
+    needed = (
+        sizes.weight_bytes + sizes.model(1).training + int(0.001 * 2**30) + passes.bytes(16, chunk, passes.smallest)
+    )
+    saved = sizes.weight_bytes - size_of(directory, ModelsConfig(device="cpu", expert_dtype="fp8")).weight_bytes
+
+    def report(free: int, *more: str, lacks: str = "memory for all of it") -> str:
+        machine = Machine(4, 2**36, free, [], "there is none")
+        monkeypatch.setattr("tinsmith.commands.doctor.look_around", lambda: machine)
+        return doctor(tmp_path, *options, *more, lacks=lacks)
+
+    advice = "; --expert-dtype fp8 needs 0.0 GiB less"
+    assert advice in report(needed - saved)
+    assert advice not in report(needed - saved - 1000)
+    fitting = report(needed - saved, "--expert-dtype", "fp8", lacks="")
+    assert f"m ok {sizes.parameters:,} parameters, float32 on cpu, experts in fp8" in fitting
+    assert "all parameters (rank 0)" not in fitting
+    report(needed - saved - 1000, "--expert-dtype", "fp8")
+
+
 def test_a_server_that_only_samples_needs_nothing_to_train(family_dir: FamilyDir, tmp_path: Path) -> None:
     report = doctor(tmp_path, "--device", "cpu", "--train", "none", "--base-model", f"tiny={family_dir('qwen3')}")
     assert (
