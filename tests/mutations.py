@@ -86,6 +86,7 @@ BACKEND = "tests/training/test_backend.py"
 CHOOSE = "tests/sampling/test_choose.py"
 SAMPLER = "tests/sampling/local/test_sampler.py"
 EXPERTS = "tests/models/test_experts.py"
+QUANTIZED = "tests/models/test_quantized.py"
 RECOVERY = "tests/engine/test_recovery.py"
 
 MUTATIONS = (
@@ -355,6 +356,27 @@ MUTATIONS = (
         "torch._foreach_zero_(places)",
         "pass",
         (EXPERTS,),
+    ),
+    Mutation(
+        "the backward of quantized experts reads what was unpacked last, for another layer",
+        "tinsmith/models/experts.py",
+        "None if isinstance(own, Tensor) else own for own in (gate_up, down)]",
+        "None if isinstance(own, Tensor) else own.unpacked(pairs.expert_ends) for own in (gate_up, down)]",
+        (QUANTIZED,),
+    ),
+    Mutation(
+        "the two codes of a byte are taken in the other order",
+        "tinsmith/models/quantized.py",
+        "torch.stack([codes & 15, codes >> 4], -1)",
+        "torch.stack([codes >> 4, codes & 15], -1)",
+        (QUANTIZED,),
+    ),
+    Mutation(
+        "all parameters but those of quantized experts are trained as if these were there",
+        "tinsmith/models/base.py",
+        "        if self.expert_format is not None:\n            raise UserError(",
+        "        if False:\n            raise UserError(",
+        (QUANTIZED,),
     ),
     # ---- Packed sequences
     Mutation(

@@ -174,7 +174,9 @@ class _Mixed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         order, tokens, places, expert_ends, ends, inner, h, weights, gate_up, down, *lora = ctx.saved_tensors
         pairs = Pairs(ctx.per_token, order, tokens, places, expert_ends, ends)
-        gate_up, down = (own or saved for own, saved in zip(ctx.quantized, (gate_up, down), strict=True))
+        gate_up, down = (
+            saved if own is None else own for own, saved in zip(ctx.quantized, (gate_up, down), strict=True)
+        )
         _, wants_h, wants_weights, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
         of_pairs = pairs.weights(weights)
         d_out = pairs.copied(grads[0])  # [pairs, hidden], without the router's weight, as all until `d_activated`
