@@ -64,7 +64,8 @@ def _unpack(
     tiles = tl.cdiv(COLUMNS, WIDE)
     row = tl.program_id(0) // tiles * HIGH + tl.arange(0, HIGH)
     first = tl.program_id(0) % tiles * WIDE
-    own = (expert * rows + row).to(tl.int64)[:, None]  # [HIGH, 1]
+    place = (expert * rows + row).to(tl.int64)
+    own = place[:, None]
     groups = tl.cdiv(COLUMNS, GROUP)
     column = first + tl.arange(0, WIDE)[None, :]
     inside = (row < rows)[:, None] & (column < COLUMNS)
@@ -72,8 +73,8 @@ def _unpack(
         code = tl.load(codes + own * COLUMNS + column, mask=inside, other=0).to(tl.uint16)
         # The same bits as float16 are 2^-8 times the number, those below its normal range too
         half = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.float16, bitcast=True)
-        scale = _scale(scales, own, (row < rows)[:, None], EXPONENTS)
-        numbers = half.to(tl.float32) * 256.0 * scale
+        scale = _scale(scales, place, row < rows, EXPONENTS)
+        numbers = half.to(tl.float32) * 256.0 * scale[:, None]
     else:
         byte = first // 2 + tl.arange(0, WIDE // 2)[None, :]
         there = (row < rows)[:, None] & (byte < COLUMNS // 2)
