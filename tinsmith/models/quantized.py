@@ -9,8 +9,9 @@ what its code stands for.
     mxfp4   4 bits: 2 of exponent and 1 of fraction (OCP Microscaling Formats 1.0), scaled by a power of two for 32
             numbers
 
-Two codes of 4 bits share a byte, the first in its lower half. Before a product, the matrices of one layer are unpacked
-into a `Scratch`, the same for all layers: only `grouped_product.py` reads it, right behind.
+Smaller groups of FP8 would be more exact by a thirtieth: its numbers have exponents of their own. Two codes of 4 bits
+share a byte, the first in its lower half. Before a product, the matrices of one layer are unpacked into a `Scratch`,
+the same for all layers: only `grouped_product.py` reads it, right behind.
 """
 
 from collections.abc import Iterable, Iterator
