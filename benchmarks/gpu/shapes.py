@@ -171,15 +171,16 @@ def base_of(
     dtype: torch.dtype = torch.bfloat16,
     memory_share: float = 1.0,
     deterministic: bool = False,
+    expert_dtype: str = "model",
 ) -> BaseModel:
     """A base model of this configuration: of that network of transformers, which it changes, or of a new random one.
 
-    `memory_share` is the part of the GPU's memory that it may take; `deterministic` as the server's option.
+    `memory_share` is the part of the GPU's memory that it may take; the others are as the server's options.
     """
     directory = write_surroundings(config, Path(tempfile.mkdtemp()))
     network = network_of(config, dtype) if network is None else network
     precision: Any = str(dtype).removeprefix("torch.")
-    models = ModelsConfig(device=DEVICE, dtype=precision, memory_share=memory_share, deterministic=deterministic)
+    models = ModelsConfig(DEVICE, precision, expert_dtype, memory_share, deterministic=deterministic)
     return load_base_model("bench", str(directory), models, 2**30, network=network)
 
 

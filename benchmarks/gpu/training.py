@@ -16,7 +16,8 @@ PEFT, without and with Liger's kernels, all in bfloat16. Parts:
 - hybrid    Qwen3.5-4B, LoRA of rank 32, 4 and 8 sequences of 1,024
 - chat      Qwen3.5-4B, 128 sequences of 64 to 8,192 tokens, whose lengths are those of chats
 - hybrid_long  Qwen3.5-4B, one sequence of 65,536 tokens
-- experts  16 layers of Qwen3-30B-A3B, LoRA of rank 32 on attention and experts, 8 sequences of 1,024 and 4 of 4,096
+- experts  16 layers of Qwen3-30B-A3B, LoRA of rank 32 on attention and experts, 8 sequences of 1,024 and 4 of 4,096;
+           the 8 also with experts of 8 and 4 bits
 - deterministic  the 4 sequences of `lora` with the option of that name, against those without
 
     python -m benchmarks.gpu.training --parts card,lora --output benchmarks/results/training.txt
@@ -166,17 +167,19 @@ def ours(
     memory_gib: float = 0.0,
     unembed: bool = False,
     deterministic: bool = False,
+    expert_dtype: str = "model",
 ) -> Figures:
     """Our Backend on text; the sequences go to the models in turn.
 
     `alone` gives each sequence a pass of its own, `memory_gib` limits the memory, `unembed` trains the LM head too;
-    `deterministic` as the server's option.
+    `deterministic` and `expert_dtype` are the server's options.
     """
     config = configuration(shape)
     network = network_of(config)
     release()
     share = memory_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory if memory_gib else 1.0
-    backend = backend_of(base_of(config, network, memory_share=share, deterministic=deterministic), ranks, unembed)
+    base = base_of(config, network, memory_share=share, deterministic=deterministic, expert_dtype=expert_dtype)
+    backend = backend_of(base, ranks, unembed)
     each = len(lengths) // len(ranks)
     work = [text_datum(list(ranks)[i // each], tokens) for i, tokens in enumerate(batch_of(lengths))]
 
@@ -350,6 +353,9 @@ class Script:
             name = f"experts_{count}x{length}"
             mine = self.case(name, "ours", partial(ours, "30B-A3B/16", [length] * count, {"m": RANK}, self.matmul))
             figure(name, mine.get("tokens_per_s"), f"at least {wanted} tokens per second in at most 40 GiB")
+        for held in ("fp8", "nf4"):
+            action = partial(ours, "30B-A3B/16", [LENGTH] * 8, {"m": RANK}, self.matmul, expert_dtype=held)
+            self.case(f"experts_8x{LENGTH}_{held}", "ours", action)
 
     def hybrid_long(self) -> None:
         """One long sequence."""

@@ -122,7 +122,9 @@ def test_a_mixture_that_no_80_gb_card_trains_fits_with_quantized_experts(name: s
     assert small["longest_sequence"]["tokens"] > 65_536
     assert (small["advice"], small["full_parameters"]) == (None, None)
     assert [each["trains"] for each in small["modes"]] == ["LoRA of rank 32"]
-    assert "all parameters" not in plan(*options, "--expert-dtype", name)
+    report = plan(*options, "--expert-dtype", name)
+    assert f"parameters in bfloat16, experts in {name}) on a GPU" in report
+    assert "all parameters" not in report
     four = planned(*options, "--expert-dtype", name, "--workers", "4", "--sampler", "none")
     layers = size_of(directory, ModelsConfig(device="cpu")).layer_parameters
     (replicas, sharded), around = four["modes"], 2 * (small["parameters"] - sum(layers) + scratch)

@@ -240,6 +240,21 @@ def test_it_is_held_once_and_as_large_as_planned(directory: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_it_does_not_matter_how_many_numbers_are_quantized_at_a_time(
+    family_dir: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, found = quantized(family_dir("qwen3_moe"), name), []
+    monkeypatch.setattr("tinsmith.models.quantized.AT_ONCE", 3 * 96 * 64)  # of eight experts three, or six
+    other = quantized(family_dir("qwen3_moe"), name)
+    for mine, theirs in zip(matrices(one), matrices(other), strict=True):
+        assert torch.equal(mine.codes, theirs.codes)
+        assert torch.equal(mine.scales, theirs.scales)
+        found.append(mine.copied())
+    monkeypatch.undo()
+    assert all(torch.equal(copy, own.copied()) for copy, own in zip(found, matrices(one), strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_layers_in_host_memory_are_the_same(family_dir: Callable[[str], Path], name: str) -> None:
     directory = family_dir("qwen3_5_moe")
     there, whole = on_host(directory, device=DEVICE, expert_dtype=name), quantized(directory, name)

@@ -16,7 +16,9 @@ def print_plan(plan: Plan, console: Console) -> None:
     """Print the plan."""
     console.print(
         Text(
-            f"{plan.model} ({plan.architecture}, {plan.parameters:,} parameters in {plan.dtype}) on {plan.device}",
+            f"{plan.model} ({plan.architecture}, {plan.parameters:,} parameters in {plan.dtype}"
+            + ("" if plan.expert_dtype == "model" else f", experts in {plan.expert_dtype}")
+            + f") on {plan.device}",
             "bold",
         )
     )

@@ -308,6 +308,8 @@ class Plan:
     lora_parameters: dict[Group, int]
     """Parameters of an adapter, by the switches of `create_lora_training_client`."""
     dtype: str
+    expert_dtype: str
+    """How experts of a mixture are held (--expert-dtype)."""
     device: str
     memory_bytes: int
     """What the server may use (--memory-share)."""
@@ -391,6 +393,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         rank=rank,
         lora_parameters=sizes.layout.group_parameters(rank),
         dtype=str(sizes.dtype).removeprefix("torch."),
+        expert_dtype=config.models.expert_dtype,
         device=place.name,
         memory_bytes=place.free,
         weight_bytes=sizes.weight_bytes,

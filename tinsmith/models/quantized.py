@@ -31,7 +31,7 @@ from tinsmith.models.layout import Layout
 E4M3_MOST = 448.0
 """The largest number of e4m3."""
 AT_ONCE = 2**26
-"""Numbers that are quantized at a time."""
+"""Numbers that are quantized, or read back, at a time: in between each takes 8 bytes and more."""
 
 NORMAL = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -143,9 +143,12 @@ class QuantizedMatrices:
 
     def copied(self) -> Tensor:
         """The matrices [experts, out, in] in memory of their own, by PyTorch's operations alone."""
-        scratch = self.scratch.numbers
-        codes, scales = self.codes.to(scratch.device), self.scales.to(scratch.device)
-        return numbers_of(codes, scales, self.scratch.table, self.form.group).to(scratch.dtype)
+        scratch, size = self.scratch, _experts_at_once(self.shape)
+        found = scratch.numbers.new_empty(self.shape)
+        for out, codes, scales in zip(*(each.split(size) for each in (found, self.codes, self.scales)), strict=True):
+            of_codes = (codes.to(out.device), scales.to(out.device))
+            out.copy_(numbers_of(*of_codes, scratch.table, self.form.group))
+        return found
 
 
 Matrices = Tensor | QuantizedMatrices
@@ -267,7 +270,11 @@ def quantize_experts(
 
 
 def _in_parts(weight: Tensor, form: Format) -> Iterator[tuple[Tensor, Tensor]]:
-    return (quantize(part, form) for part in weight.split(max(1, AT_ONCE // weight[0].numel())))
+    return (quantize(part, form) for part in weight.split(_experts_at_once(weight.shape)))
+
+
+def _experts_at_once(shape: tuple[int, ...]) -> int:
+    return max(1, AT_ONCE // (shape[1] * shape[2]))
 
 
 def matrices_of(language_model: nn.Module, name: str) -> Matrices:
