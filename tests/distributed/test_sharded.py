@@ -340,7 +340,7 @@ def test_quantized_experts_are_divided_as_they_are_held(member: Member) -> None:
         found, expected = (whole(backend, name, lambda model: model.accumulator.gradients) for backend in backends)
         assert_near(found, expected, HYBRID_WITHIN if ON_GPUS else 0.0)
         assert all(gradient.any() for gradient in found.values())
-    says = "worker 0 of 2: tiny trains no full parameters"
+    says = "worker 0 of 2: tiny has no full parameters"
     refused(lambda: backends[0].create_model("all", SHAPES["all"]), UserError, says)
 
 

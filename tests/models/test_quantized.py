@@ -308,7 +308,9 @@ def test_experts_of_odd_widths_have_no_codes_of_four_bits(family_dir: Callable[[
 def test_all_parameters_are_not_trained_nor_loaded(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     """By name, and before anything is made; the server goes on."""
     backend = backend_with(quantized(family_dir("qwen3_moe"), "fp8"), adapter=4)
-    refused = "tiny trains no full parameters .rank 0. here: its experts are held in fp8; train an adapter, or start"
+    refused = (
+        "tiny has no full parameters .rank 0. to train or sample: its experts are held in fp8; use adapters, or start"
+    )
     with pytest.raises(UserError, match=refused):
         backend.create_model("full", LoraShape(0, 0))
     whole = backend_with(load(family_dir("qwen3_moe")), full=0)

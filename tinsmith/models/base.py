@@ -143,8 +143,8 @@ class BaseModel:
         """
         if self.expert_format is not None:
             raise UserError(
-                f"{self.name} trains no full parameters (rank 0) here: its experts are held in "
-                f"{self.expert_format.name}; train an adapter, or start the server with --expert-dtype model"
+                f"{self.name} has no full parameters (rank 0) to train or sample: its experts are held in "
+                f"{self.expert_format.name}; use adapters, or start the server with --expert-dtype model"
             )
         return self.trainable(shape)
 

@@ -117,7 +117,10 @@ class Scratch:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrices:
-    """A matrix for each expert: [experts, out, in]. They are never trained."""
+    """A matrix for each expert: [experts, out, in]. They are never trained.
+
+    Of MXFP4 the codes are the blocks of gpt-oss's files, those of a row one behind the other.
+    """
 
     form: Format
     codes: Tensor
