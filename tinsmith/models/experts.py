@@ -150,7 +150,7 @@ class Owners(NamedTuple):
 
 
 def gate_and_up(kind: Experts, gate_up: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Views of the gate and of what it multiplies, in what the matrix of both gives; `dim` is its dimension there."""
+    """Views of the outputs of gate and of up, among those of both in dimension `dim`."""
     if kind.clamped is None:
         gate, up = gate_up.chunk(2, dim)
         return gate, up
