@@ -33,13 +33,14 @@ CASES = {
     ("vision-renamed", True): (True, False),
     ("vision-hybrid", False): (False, True),
     ("experts", False): (False, True),
+    ("experts-in-turns", True): (False, True),
     ("vision-experts", False): (False, True),
 }
 """(Base model, whether the LM head is trained): (PEFT takes the download as it is, the cookbook can merge).
 
 It cannot merge an output projection that is the embedding.
 """
-LACKING = ("vision-hybrid", "vision-experts")
+LACKING = ("vision-hybrid", "vision-experts", "experts-in-turns")
 """Base models of which the cookbook's PEFT adapter lacks something."""
 TOOLS = """
 import json, sys
@@ -105,7 +106,7 @@ def test_what_the_cookbook_builds_has_our_logprobs(
 ) -> None:
     """The cookbook merges a fused layer's three adapters; its PEFT adapter lacks them, as docs/checkpoints.md says.
 
-    The experts of Qwen3.5 too.
+    The experts of Qwen3.5 and GPT-OSS too.
     """
     expected, own = trained[0][name, train_unembed], place / name / str(train_unembed)
     takes_download, merges = CASES[name, train_unembed]

@@ -37,6 +37,7 @@ FAMILIES = {
     "vision-renamed": "qwen2_5_vl",
     "vision-hybrid": "qwen3_5",
     "experts": "qwen3_moe",
+    "experts-in-turns": "gpt_oss",
     "vision-experts": "qwen3_5_moe",
 }
 """Tiny models of families, by the name under which they are served."""

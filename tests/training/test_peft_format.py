@@ -314,6 +314,20 @@ def test_a_base_of_other_layers_is_refused(family_base: Bases, family_dir: Dirs,
         assert not out.exists() or not any(out.iterdir())
 
 
+def test_a_download_of_gpt_oss_from_tinker_is_read(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
+    """It calls attention otherwise than transformers and we do."""
+    base = family_base("gpt_oss")
+    adapter = random_adapter(base, rank=RANK)
+    write_download(adapter, base.layout, str(family_dir("gpt_oss")), "x", tmp_path)
+
+    def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert any(".self_attn." in name for name in tensors)
+        return {name.replace(".self_attn.", ".attn."): tensor for name, tensor in tensors.items()}
+
+    rewrite(tmp_path, change=renamed)
+    assert_same(read_peft(tmp_path, base.layout), adapter)
+
+
 @pytest.mark.parametrize("write", [write_peft, write_merged])
 def test_a_base_of_fewer_experts_is_refused(write: Any, family_base: Bases, tmp_path: Path) -> None:
     source, out = tmp_path / "base", tmp_path / "out"
@@ -432,7 +446,9 @@ def test_a_download_has_experts_as_the_cookbook_expects_them(
     write_download(adapter, base.layout, str(family_dir(family)), "x", tmp_path)
     assert_same(read_peft(tmp_path, base.layout), adapter)
     tensors = load_file(tmp_path / WEIGHTS)
-    shapes = {"w1": ((1, 5, 64), (8, 48, 5)), "w3": ((1, 5, 64), (8, 48, 5)), "w2": ((8, 5, 48), (1, 64, 5))}
+    width = 96 if family == "gpt_oss" else 48
+    into = (1, 5, 64), (8, width, 5)
+    shapes = {"w1": into, "w3": into, "w2": ((8, 5, width), (1, 64, 5))}
     for (name, expected), part in zip(shapes.items(), ("gate", "up", "down"), strict=True):
         for matrix, shape, own in zip("AB", expected, adapter.masters[f"{MIXTURE}.{part}_proj"], strict=True):
             tensor = tensors[f"{ROOT}.{name}.lora_{matrix}.weight"]

@@ -466,6 +466,8 @@ def _places(base: Layout) -> Iterator[tuple[str, dict[str, LoraTarget]]]:
         first = next(iter(targets))
         yield base.module_name(first), targets
         yield _downloaded_name(module), targets
+        if ".self_attn." in module:  # as Tinker's downloads of GPT-OSS have it
+            yield _downloaded_name(module.replace(".self_attn.", ".attn.")), targets
         if len(targets) > 1:
             for name, target in targets.items():
                 inside = base.name_apart(name)
