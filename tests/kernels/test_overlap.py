@@ -86,7 +86,7 @@ def signature(kernel: Any) -> dict[str, str]:
     for name, parameter in inspect.signature(kernel.fn).parameters.items():
         if "constexpr" in str(parameter.annotation):
             found[name] = "constexpr"
-        elif name in ("eps", "scale", "limit"):
+        elif name in ("eps", "scale", "alpha", "limit"):
             found[name] = "fp32"
         elif name in NUMBERS or name.endswith(("_stride", "_token", "_head")):
             found[name] = "i32"
