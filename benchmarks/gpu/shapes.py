@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GptOssConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
@@ -86,6 +87,18 @@ _QWEN3_30B_A3B = _QWEN3 | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_GPT_OSS_20B: dict[str, Any] = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+}
 _VISION: dict[str, Any] = {
     "depth": 24,
     "hidden_size": 1024,
@@ -130,6 +143,7 @@ TEXT_SHAPES: dict[str, dict[str, Any]] = {
     "VL-4B": _QWEN3_4B,
     "30B-A3B": _QWEN3_30B_A3B,
     "30B-A3B/16": _QWEN3_30B_A3B | {"num_hidden_layers": 16},
+    "gpt-oss-20b": _GPT_OSS_20B,
 }
 """Behind a slash: so many layers of it."""
 _SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -151,6 +165,8 @@ def configuration(shape: str, **changes: Any) -> Any:
         return Qwen3VLConfig(
             text_config=text | {"rope_parameters": rope} | changes, vision_config=vision, tie_word_embeddings=True
         )
+    if "num_local_experts" in text:
+        return GptOssConfig(**text | ({"num_local_experts": 8} if TINY else {}) | changes)
     if "num_experts" in text:
         return Qwen3MoeConfig(**text | (_SMALL_EXPERTS if TINY else {}) | changes)
     return Qwen3Config(**text | changes)
@@ -208,8 +224,8 @@ def flops_per_token(config: Any, lengths: list[int], all_weights: bool) -> float
     Of every parameter that a token is multiplied with, of experts those of the chosen ones: 2 forward, 2 for the
     gradient of its input, and 2 more for its own where all weights are trained; the LM head once, the embedding's
     lookup and whatever is computed a second time never. Causal attention beside that: half of two products of each
-    query head with all tokens of the sequence, forward, and as much again for each of the other passes. The delta rule
-    of hybrid layers is left out.
+    query head with all tokens of the sequence, or of its window, forward, and as much again for each of the other
+    passes. The delta rule of hybrid layers is left out.
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
@@ -219,6 +235,8 @@ def flops_per_token(config: Any, lengths: list[int], all_weights: bool) -> float
     mlp = 3 * text.hidden_size * text.intermediate_size
     if text.model_type == "qwen3_moe":
         mlp = text.hidden_size * (3 * text.num_experts_per_tok * text.moe_intermediate_size + text.num_experts)
+    if text.model_type == "gpt_oss":
+        mlp = text.hidden_size * (3 * text.num_experts_per_tok * text.intermediate_size + text.num_local_experts)
     parameters = text.vocab_size * text.hidden_size + len(kinds) * mlp
     attention = 0.0
     for kind in kinds:
@@ -230,6 +248,7 @@ def flops_per_token(config: Any, lengths: list[int], all_weights: bool) -> float
             parameters += text.hidden_size * (2 * key + 3 * value + 2 * text.linear_num_value_heads)
         else:
             parameters += text.hidden_size * (queries * (gated + 1) + 2 * keys)
-            attention += 2 * queries * sum(n * n for n in lengths) / sum(lengths)
+            window = text.sliding_window if kind == "sliding_attention" else None
+            attention += 2 * queries * sum(n * min(n, 2 * (window or n)) for n in lengths) / sum(lengths)
     passes = 3 if all_weights else 2
     return float(passes * (2 * parameters + attention))

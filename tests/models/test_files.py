@@ -124,6 +124,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         partial(change, name="config.json", quantization_config={"quant_method": "awq"}),
         "quantized (awq) and cannot be trained",
     ),
+    "MXFP4 of other experts": (
+        partial(change, name="config.json", quantization_config={"quant_method": "mxfp4"}),
+        "quantized (mxfp4) and cannot be trained",
+    ),
     "GPTQ of old": (
         partial(rename_a_tensor, name="layers.0.q_proj.qweight"),
         "quantized weights (layers.0.q_proj.qweight)",
