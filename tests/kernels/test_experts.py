@@ -12,10 +12,9 @@ from torch.nn.functional import silu
 from tests.bases import DEVICE
 from tinsmith.models.batched_lora import OUTPUTS, output_tiles
 from tinsmith.models.lora import LORA_ALPHA
-from tinsmith.models.quantized import FORMATS, quantize
+from tinsmith.models.quantized import FORMATS, Format, numbers_of, quantize
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter knows no bfloat16
-E4M3 = torch.float8_e4m3fn
 EXPERTS, HIDDEN, WIDTH, COLUMNS = 6, 144, 40, 64
 SPANS = [(0, 0), (3, 40), (40, 45), (0, 3), (45, 60)]
 """Columns of rows; the first row has none, and no row those from 60 on."""
@@ -62,8 +61,7 @@ def exact(h: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Ten
 
 @pytest.mark.parametrize(("rows", "kind"), [(1, "any"), (21, "any"), (21, "two"), (40, "two")])
 @pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_the_kernels_are_the_formula(kernels: Any, rows: int, kind: str, adapters: bool, fp8: bool) -> None:
+def test_the_kernels_are_the_formula(kernels: Any, rows: int, kind: str, adapters: bool) -> None:
     """A row of NaN, and columns of NaN that no row has, reach no other row."""
     h, gate_up, down = (
         drawn(rows, HIDDEN, seed=1),
@@ -71,11 +69,6 @@ def test_the_kernels_are_the_formula(kernels: Any, rows: int, kind: str, adapter
         drawn(EXPERTS, HIDDEN, WIDTH, seed=3),
     )
     h, gate_up, down = ((tensor * size).to(DEVICE, HALF) for tensor, size in ((h, 12), (gate_up, 1), (down, 2)))
-    held = kernels.ExpertWeights(gate_up, down, None)
-    if fp8:
-        (up_codes, up_scales), (codes, scales) = (quantize(matrix, FORMATS["fp8"]) for matrix in (gate_up, down))
-        held = kernels.ExpertWeights(up_codes, codes, (up_scales, scales))
-        gate_up, down = up_codes.view(E4M3).double() * up_scales, codes.view(E4M3).double() * scales
     weights, chosen = torch.rand(rows, 2).to(DEVICE, HALF), chosen_of(rows, kind).to(DEVICE)
     own = None
     if adapters:
@@ -89,12 +82,30 @@ def test_the_kernels_are_the_formula(kernels: Any, rows: int, kind: str, adapter
     expected = exact(h, weights, chosen, gate_up, down, own)
     if rows > 1:
         h[-1, 0] = math.nan
-    found = kernels.mix(h, weights, chosen, held, own)
+    found = kernels.mix(h, weights, chosen, gate_up, down, own)
     kept = rows - (rows > 1)
     bound = 4 * torch.finfo(HALF).eps  # gate, up, their product and the sum are rounded, and what adapters reduce
     error = (found[:kept].double() - expected[:kept]).abs().max() / expected[:kept].abs().max()
     assert error < bound
     assert found[kept:].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 21])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
+def test_coded_matrices_give_the_bits_of_those_that_they_stand_for(kernels: Any, form: Format, rows: int) -> None:
+    """Rows of 144 and of 40 numbers fill no last group."""
+    h, weights = drawn(rows, HIDDEN, seed=1).to(DEVICE, HALF) * 12, torch.rand(rows, 2).to(DEVICE, HALF)
+    table, plain, coded = torch.tensor(form.values, device=DEVICE), [], []
+    for shape, size in (((EXPERTS, 2 * WIDTH, HIDDEN), 1), ((EXPERTS, HIDDEN, WIDTH), 2)):
+        weight = (drawn(*shape, seed=size) * size).to(DEVICE, HALF)
+        codes, scales = quantize(weight, form)
+        plain.append(numbers_of(codes, scales, table, form.group).to(HALF))
+        coded.append(kernels.CodedMatrices(codes, scales, table, form.group))
+        assert not torch.equal(plain[-1], weight)
+    chosen = chosen_of(rows, "any").to(DEVICE)
+    found, expected = (kernels.mix(h, weights, chosen, *own, None) for own in (coded, plain))
+    assert torch.equal(found, expected)
+    assert found.any(-1).all()
 
 
 @pytest.mark.parametrize("normalized", [False, True])

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tinsmith.kernels.dispatch import overlapping
 from tinsmith.kernels.lora import CHUNK, columns_of, expand, reduce
+from tinsmith.kernels.quantized import of_e4m3, scale_of
 
 FEWEST_PAIRS, MOST_PAIRS = 16, 64
 """Pairs that a program computes at a time: a product on tensor cores has 16 rows or more."""
@@ -47,6 +48,32 @@ class RowMatrices(NamedTuple):
     """An adapter's scale times its rank."""
 
 
+class CodedMatrices(NamedTuple):
+    """Quantized matrices of experts, as `models/quantized.py` has them."""
+
+    codes: Tensor
+    """[experts, out, bytes of a row] uint8"""
+    scales: Tensor
+    """[experts, out, groups]"""
+    table: Tensor
+    """[16] float32: what codes stand for; empty for e4m3."""
+    group: int
+    """Numbers of a row that share a scale; 0 for the whole row."""
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What a kernel has to know of them."""
+        exponents = self.scales.element_size() == 1
+        return {"CODED": "table" if len(self.table) else "e4m3", "EXPONENTS": exponents, "GROUP": self.group or 1}
+
+
+def _as_coded(matrices: Tensor | CodedMatrices) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """The tensors of matrices for a kernel, and what it has to know of them: two are never read of a plain one."""
+    if isinstance(matrices, CodedMatrices):
+        return matrices[:3], matrices.form
+    return (matrices, matrices, matrices), {"CODED": "", "EXPONENTS": False, "GROUP": 1}
+
+
 def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
     """Each row's experts with the greatest softmax of logits [rows, experts], the first of equal ones, and its values.
 
@@ -70,25 +97,22 @@ def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Te
     return weights, chosen
 
 
-class ExpertWeights(NamedTuple):
-    """The matrices of a mixture of experts."""
-
-    gate_up: Tensor
-    """[experts, 2 · width, hidden]; codes of 8 bits (e4m3) if there are scales"""
-    down: Tensor
-    """[experts, hidden, width], likewise"""
-    scales: tuple[Tensor, Tensor] | None
-    """Of both, for each of their rows: [experts, 2 · width, 1] and [experts, hidden, 1] float32."""
-
-
-def mix(h: Tensor, weights: Tensor, chosen: Tensor, held: ExpertWeights, own: RowMatrices | None) -> Tensor:
+def mix(
+    h: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor | CodedMatrices,
+    down: Tensor | CodedMatrices,
+    own: RowMatrices | None,
+) -> Tensor:
     """Compute the experts of rows h [rows, hidden], with the rows' adapters if there are some: [rows, hidden].
 
-    `weights` and `chosen` [rows, per_token] are the router's. Nothing is read on the host.
+    `weights` and `chosen` [rows, per_token] are the router's; gate_up [experts, 2 · width, hidden] and down [experts,
+    hidden, width] the experts', plain or coded. Nothing is read on the host.
     """
-    gate_up, down, scales = held
     rows, hidden = h.shape
-    experts, _, width = down.shape
+    (of_gate_up, gate_up_form), (of_down, down_form) = _as_coded(gate_up), _as_coded(down)
+    experts, width = len(of_gate_up[0]), of_gate_up[0].shape[1] // 2
     per_token = chosen.shape[1]
     h, chosen = h.contiguous(), chosen.contiguous()
     overlaps = overlapping(h.device, rows)
@@ -103,66 +127,40 @@ def mix(h: Tensor, weights: Tensor, chosen: Tensor, held: ExpertWeights, own: Ro
         columns, reduced = own.a.shape[1], reduce(h, own.columns, own.a)
     # Without adapters the arguments that stand for theirs are never read.
     some = own or RowMatrices(order, h, h, h, h, h, 0, 0.0)
-    of_gate_up, of_down = scales or (h, h)
     pairs = triton.next_power_of_2(triton.cdiv(2 * len(order), experts))
     sizes = {
         "PER_TOKEN": per_token,
         "PAIRS": min(MOST_PAIRS, max(FEWEST_PAIRS, pairs)),
         "COLUMNS": columns,
         "STEP": STEP,
-        "E4M3": scales is not None,
         **overlaps,
     }
     activated = torch.empty(len(order), width, dtype=h.dtype, device=h.device)
     launch = _activate
     launch[(experts, triton.cdiv(width, UP_OUTPUTS))](
-        *(
-            h,
-            gate_up,
-            of_gate_up,
-            order,
-            ends,
-            some.columns,
-            reduced,
-            some.b,
-            activated,
-            rows,
-            some.columns.stride(0),
-            width,
-        ),
+        *(h, *of_gate_up, order, ends, some.columns, reduced, some.b, activated, rows, some.columns.stride(0), width),
         **sizes,
+        **gate_up_form,
         HIDDEN=hidden,
         OUTPUTS=UP_OUTPUTS,
         CHUNK=CHUNK,
         SPLITS=len(reduced) if columns else 0,
         ALPHA=some.alpha,
         num_warps=2 if sizes["PAIRS"] == FEWEST_PAIRS else 4,
-        num_stages=2,
+        num_stages=2 if sizes["PAIRS"] == FEWEST_PAIRS else 3,
     )
     of_pairs = torch.empty(rows, per_token, hidden, dtype=torch.float32, device=h.device)
     inside = torch.empty(per_token, rows, columns, dtype=torch.float32, device=h.device)
     tiles = triton.cdiv(hidden, DOWN_OUTPUTS)
     launch = _down
     launch[(experts, tiles + triton.cdiv(columns, DOWN_OUTPUTS))](
-        *(
-            activated,
-            down,
-            of_down,
-            some.inner,
-            order,
-            ends,
-            weights.contiguous(),
-            of_pairs,
-            inside,
-            rows,
-            hidden,
-            tiles,
-        ),
+        *(activated, *of_down, some.inner, order, ends, weights.contiguous(), of_pairs, inside, rows, hidden, tiles),
         **sizes,
+        **down_form,
         WIDTH=width,
         OUTPUTS=DOWN_OUTPUTS,
         num_warps=4,
-        num_stages=3 if sizes["PAIRS"] == FEWEST_PAIRS else 2,  # in 100 KiB, which every card has
+        num_stages=4,
     )
     out = torch.empty_like(h)
     launch = _sum
@@ -243,19 +241,38 @@ def _pairs_of(ends: tl.tensor, expert: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def _numbers(matrix: tl.tensor, mask: tl.tensor, dtype: tl.constexpr, E4M3: tl.constexpr) -> tl.tensor:
-    """Numbers of a matrix; codes of 8 bits become their 256th part, which needs no rounding."""
-    found = tl.load(matrix, mask=mask, other=0)
-    if E4M3:
-        code = found.to(tl.uint16)
-        found = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.float16, bitcast=True).to(dtype)
-    return found
-
-
-@triton.jit
-def _scale(scales: tl.tensor, row: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """What the numbers of rows of codes are multiplied with, [1, rows]."""
-    return tl.load(scales + row, mask=mask, other=0.0)[None, :] * 256
+def _numbers(
+    matrix: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
+    row: tl.tensor,
+    begin: tl.tensor,
+    exists: tl.tensor,
+    dtype: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    CODED: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """Numbers of rows [rows, 1] of all experts' matrices, those that exist [rows], in `STEP` columns from `begin`."""
+    column = begin + tl.arange(0, STEP)[None, :]
+    inside = exists[:, None] & (column < COLUMNS)
+    if CODED == "":
+        numbers = tl.load(matrix + row * COLUMNS + column, mask=inside, other=0.0)
+    elif CODED == "e4m3":
+        code = tl.load(matrix + row * COLUMNS + column, mask=inside, other=0)
+        numbers = (of_e4m3(code) * scale_of(scales, row, exists[:, None], EXPONENTS)).to(dtype)
+    else:
+        byte = begin // 2 + tl.arange(0, STEP // 2)[None, :]
+        code = tl.load(matrix + row * (COLUMNS // 2) + byte, mask=exists[:, None] & (byte < COLUMNS // 2), other=0)
+        group, groups = begin // GROUP + tl.arange(0, STEP // GROUP)[None, :], tl.cdiv(COLUMNS, GROUP)
+        scale = scale_of(scales, row * groups + group, exists[:, None] & (group < groups), EXPONENTS)
+        of_bytes = tl.broadcast_to(scale[:, :, None], [row.shape[0], STEP // GROUP, GROUP // 2])
+        scale = tl.reshape(of_bytes, [row.shape[0], STEP // 2])
+        low, high = tl.load(table + (code & 15)) * scale, tl.load(table + (code >> 4)) * scale
+        numbers = tl.interleave(low, high).to(dtype)
+    return numbers
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -263,6 +280,7 @@ def _activate(
     h: tl.tensor,
     gate_up: tl.tensor,
     scales: tl.tensor,
+    table: tl.tensor,
     order: tl.tensor,
     ends: tl.tensor,
     columns: tl.tensor,
@@ -281,7 +299,9 @@ def _activate(
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     ALPHA: tl.constexpr,
-    E4M3: tl.constexpr,
+    CODED: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Some outputs of silu(gate) · up of all pairs of an expert."""
@@ -292,9 +312,8 @@ def _activate(
     start, end = _pairs_of(ends, expert)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     exists = output < width
-    row = expert * 2 * width + output
-    gate_row = row[:, None]
-    dtype: tl.constexpr = activated.dtype.element_ty
+    gate_row = (expert * 2 * width + output)[:, None]
+    dtype = activated.dtype.element_ty
     for first in range(start, end, PAIRS):
         pair = first + tl.arange(0, PAIRS)
         inside = pair < end
@@ -305,14 +324,14 @@ def _activate(
             number = place + tl.arange(0, STEP)
             read = (number < HIDDEN)[None, :]
             x = tl.load(h + token[:, None] * HIDDEN + number[None, :], mask=inside[:, None] & read, other=0.0)
-            mask = exists[:, None] & read
-            gate_weight = _numbers(gate_up + gate_row * HIDDEN + number[None, :], mask, dtype, E4M3)
-            up_weight = _numbers(gate_up + (gate_row + width) * HIDDEN + number[None, :], mask, dtype, E4M3)
+            gate_weight = _numbers(
+                gate_up, scales, table, gate_row, place, exists, dtype, HIDDEN, STEP, CODED, EXPONENTS, GROUP
+            )
+            up_weight = _numbers(
+                gate_up, scales, table, gate_row + width, place, exists, dtype, HIDDEN, STEP, CODED, EXPONENTS, GROUP
+            )
             gate = tl.dot(x, gate_weight.T, gate)
             up = tl.dot(x, up_weight.T, up)
-        if E4M3:
-            gate *= _scale(scales, row, exists)
-            up *= _scale(scales, row + width, exists)
         if COLUMNS > 0:
             mine, behind, lowest, highest = columns_of(columns, token, inside, columns_stride)
             scale = (ALPHA / tl.maximum(behind - mine, 1).to(tl.float32))[:, None]
@@ -338,6 +357,8 @@ def _activate(
 def _multiplied(
     activated: tl.tensor,
     matrix: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
     weights: tl.tensor,
     pair: tl.tensor,
     inside: tl.tensor,
@@ -346,16 +367,20 @@ def _multiplied(
     exists: tl.tensor,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
-    E4M3: tl.constexpr,
+    CODED: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Pairs times rows of a matrix [outputs, WIDTH], and times the weight of each pair."""
+    """Pairs times rows of all experts' matrices [outputs, WIDTH], and times the weight of each pair."""
     total = tl.zeros([pair.shape[0], output.shape[0]], tl.float32)
+    dtype = activated.dtype.element_ty
     for begin in range(0, WIDTH, STEP):
         number = begin + tl.arange(0, STEP)
         read = (number < WIDTH)[None, :]
         x = tl.load(activated + pair[:, None] * WIDTH + number[None, :], mask=inside[:, None] & read, other=0.0)
-        mask = exists[:, None] & read
-        weight = _numbers(matrix + output[:, None] * WIDTH + number[None, :], mask, activated.dtype.element_ty, E4M3)
+        weight = _numbers(
+            matrix, scales, table, output[:, None], begin, exists, dtype, WIDTH, STEP, CODED, EXPONENTS, GROUP
+        )
         total = tl.dot(x, weight.T, total)
     return total * tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)[:, None]
 
@@ -365,6 +390,7 @@ def _down(
     activated: tl.tensor,
     down: tl.tensor,
     scales: tl.tensor,
+    table: tl.tensor,
     inner: tl.tensor,
     order: tl.tensor,
     ends: tl.tensor,
@@ -373,14 +399,16 @@ def _down(
     reduced: tl.tensor,
     rows: tl.tensor,
     hidden: tl.tensor,
-    down_tiles: tl.tensor,
+    tiles: tl.tensor,
     WIDTH: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     PAIRS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
-    E4M3: tl.constexpr,
+    CODED: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Some outputs of down, or some columns of its A's, of all pairs of an expert, times the pairs' weights."""
@@ -394,41 +422,49 @@ def _down(
         pair = first + tl.arange(0, PAIRS)
         inside = pair < end
         place = tl.load(order + pair, mask=inside, other=0)
-        if tile < down_tiles:
+        if tile < tiles:
             output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
             exists = output < hidden
+            own = expert * hidden + output
             total = _multiplied(
                 activated,
-                down + expert * hidden * WIDTH,
+                down,
+                scales,
+                table,
                 weights,
                 pair,
                 inside,
                 place,
-                output,
+                own,
                 exists,
                 WIDTH,
                 STEP,
-                E4M3,
+                CODED,
+                EXPONENTS,
+                GROUP,
             )
-            if E4M3:
-                total *= _scale(scales, expert * hidden + output, exists)
             to = place[:, None].to(tl.int64) * hidden
             tl.store(of_pairs + to + output[None, :], total, mask=inside[:, None] & exists[None, :])
         elif COLUMNS > 0:
-            output = (tile - down_tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
+            output = (tile - tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
             exists = output < COLUMNS
+            own = expert * COLUMNS + output
             total = _multiplied(
                 activated,
-                inner + expert * COLUMNS * WIDTH,
+                inner,
+                inner,
+                inner,
                 weights,
                 pair,
                 inside,
                 place,
-                output,
+                own,
                 exists,
                 WIDTH,
                 STEP,
+                "",
                 False,
+                1,
             )
             to = (place % PER_TOKEN * rows + place // PER_TOKEN)[:, None].to(tl.int64) * COLUMNS
             tl.store(reduced + to + output[None, :], total, mask=inside[:, None] & exists[None, :])
