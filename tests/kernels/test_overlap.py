@@ -49,7 +49,8 @@ WIDE = ("reduced", "parts", "weights", "of_pairs", "cos", "sin", "decay", "d_dec
 CONSTANTS = {
     name: value
     for value, names in {
-        False: "ZERO_CENTRED E4M3",
+        "": "CODED",
+        False: "ZERO_CENTRED EXPONENTS",
         True: "SINKS NORMALIZED NORMS HAS_NORM ADDS HAS_BIAS EVEN STORES OVERLAPS",
         2: "GROUP PARTS",
         4: "SPLITS",

@@ -147,7 +147,7 @@ def mix(
         SPLITS=len(reduced) if columns else 0,
         ALPHA=some.alpha,
         num_warps=2 if sizes["PAIRS"] == FEWEST_PAIRS else 4,
-        num_stages=2 if sizes["PAIRS"] == FEWEST_PAIRS else 3,
+        num_stages=2,
     )
     of_pairs = torch.empty(rows, per_token, hidden, dtype=torch.float32, device=h.device)
     inside = torch.empty(per_token, rows, columns, dtype=torch.float32, device=h.device)
@@ -160,7 +160,7 @@ def mix(
         WIDTH=width,
         OUTPUTS=DOWN_OUTPUTS,
         num_warps=4,
-        num_stages=4,
+        num_stages=3 if sizes["PAIRS"] == FEWEST_PAIRS else 2,  # in 100 KiB, which every card has
     )
     out = torch.empty_like(h)
     launch = _sum
@@ -399,7 +399,7 @@ def _down(
     reduced: tl.tensor,
     rows: tl.tensor,
     hidden: tl.tensor,
-    tiles: tl.tensor,
+    down_tiles: tl.tensor,
     WIDTH: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -422,7 +422,7 @@ def _down(
         pair = first + tl.arange(0, PAIRS)
         inside = pair < end
         place = tl.load(order + pair, mask=inside, other=0)
-        if tile < tiles:
+        if tile < down_tiles:
             output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
             exists = output < hidden
             own = expert * hidden + output
@@ -446,7 +446,7 @@ def _down(
             to = place[:, None].to(tl.int64) * hidden
             tl.store(of_pairs + to + output[None, :], total, mask=inside[:, None] & exists[None, :])
         elif COLUMNS > 0:
-            output = (tile - tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
+            output = (tile - down_tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
             exists = output < COLUMNS
             own = expert * COLUMNS + output
             total = _multiplied(

@@ -40,9 +40,10 @@ from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter, experts_of
 from tinsmith.models.packed_lora import Adapters
+from tinsmith.models.quantized import Matrices as OfExperts
 
 if TYPE_CHECKING:
-    from tinsmith.kernels.experts import ExpertWeights
+    from tinsmith.kernels.experts import CodedMatrices
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
@@ -254,13 +255,12 @@ class RowAdapters(Adapters):
         matrices = self.experts.get(stack.name)
         if matrices is None:
             return mix_rows(stack, h, weights, chosen)
-        held = for_kernels(stack, h)
-        if held is not None:
+        if have_kernels(stack, h):
             from tinsmith.kernels import experts
 
             own = (self.columns, matrices.a, matrices.b, matrices.inner, matrices.outer, matrices.tiles)
             adapters = experts.RowMatrices(*own, OUTPUTS, LORA_ALPHA)
-            return experts.mix(h, weights, chosen, held, adapters)
+            return experts.mix(h, weights, chosen, _for_kernels(stack.gate_up), _for_kernels(stack.down), adapters)
         pairs = pairs_of(stack.kind, chosen, None, 1)
         of_pairs, (gate_up, down) = pairs.weights(weights), stack.matrices
         inner = enter_experts(pairs, chosen, h, gate_up, None if stack.biases is None else stack.biases.gate_up)
@@ -320,7 +320,7 @@ def multiply(linear: JoinedLinear, x: Tensor) -> Tensor:
 
 def route_rows(stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Choose the experts of rows h [rows, hidden] of a step as `ExpertStack.route` does; without gradients."""
-    if for_kernels(stack, h) is None:
+    if not have_kernels(stack, h):
         return stack.route(h, choose)
     from tinsmith.kernels import experts
 
@@ -331,29 +331,25 @@ def route_rows(stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]
 
 def mix_rows(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Compute the experts of rows h [rows, hidden] of a step, which have no adapters; without gradients."""
-    held = for_kernels(stack, h)
-    if held is None:
+    if not have_kernels(stack, h):
         return mix_bare(stack, h, weights, chosen)
     from tinsmith.kernels import experts
 
-    return experts.mix(h, weights, chosen, held, None)
+    return experts.mix(h, weights, chosen, _for_kernels(stack.gate_up), _for_kernels(stack.down), None)
 
 
-def for_kernels(stack: ExpertStack, h: Tensor) -> "ExpertWeights | None":
-    """The matrices of experts whose rows h [rows, hidden] our kernels compute; None if PyTorch computes them.
+def have_kernels(stack: ExpertStack, h: Tensor) -> bool:
+    """Whether our kernels compute these experts of rows h [rows, hidden]; they know no biases."""
+    return stack.biases is None and on_kernels("experts", h)
 
-    They have no biases, and are in the precision of h or in FP8.
-    """
-    if stack.biases is not None or not on_kernels("experts", h):
-        return None
-    from tinsmith.kernels.experts import ExpertWeights
 
-    gate_up, down = stack.gate_up, stack.down
-    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-        return ExpertWeights(gate_up, down, None)
-    if isinstance(gate_up, Tensor) or isinstance(down, Tensor) or gate_up.form.name != "fp8":
-        return None
-    return ExpertWeights(gate_up.codes, down.codes, (gate_up.scales, down.scales))
+def _for_kernels(matrices: OfExperts) -> "Tensor | CodedMatrices":
+    """Matrices of experts as these kernels take them."""
+    if isinstance(matrices, Tensor):
+        return matrices
+    from tinsmith.kernels.experts import CodedMatrices
+
+    return CodedMatrices(matrices.codes, matrices.scales, matrices.scratch.table, matrices.form.group)
 
 
 class BareRows(Adapters):
