@@ -372,6 +372,13 @@ MUTATIONS = (
         (QUANTIZED,),
     ),
     Mutation(
+        "a decoding step takes the two codes of a byte in the other order",
+        "tinsmith/kernels/experts.py",
+        "tl.interleave(low, high)",
+        "tl.interleave(high, low)",
+        ("tests/kernels/test_experts.py",),
+    ),
+    Mutation(
         "all parameters but those of quantized experts are trained as if these were there",
         "tinsmith/models/base.py",
         "        if self.expert_format is not None:\n            raise UserError(",

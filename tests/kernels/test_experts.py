@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 from tests.bases import DEVICE
 from tinsmith.models.batched_lora import OUTPUTS, output_tiles
 from tinsmith.models.lora import LORA_ALPHA
+from tinsmith.models.quantized import FORMATS, Format, numbers_of, quantize
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter knows no bfloat16
 EXPERTS, HIDDEN, WIDTH, COLUMNS = 6, 144, 40, 64
@@ -87,6 +88,24 @@ def test_the_kernels_are_the_formula(kernels: Any, rows: int, kind: str, adapter
     error = (found[:kept].double() - expected[:kept]).abs().max() / expected[:kept].abs().max()
     assert error < bound
     assert found[kept:].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 21])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
+def test_coded_matrices_give_the_bits_of_those_that_they_stand_for(kernels: Any, form: Format, rows: int) -> None:
+    """Rows of 144 and of 40 numbers fill no last group."""
+    h, weights = drawn(rows, HIDDEN, seed=1).to(DEVICE, HALF) * 12, torch.rand(rows, 2).to(DEVICE, HALF)
+    table, plain, coded = torch.tensor(form.values, device=DEVICE), [], []
+    for shape, size in (((EXPERTS, 2 * WIDTH, HIDDEN), 1), ((EXPERTS, HIDDEN, WIDTH), 2)):
+        weight = (drawn(*shape, seed=size) * size).to(DEVICE, HALF)
+        codes, scales = quantize(weight, form)
+        plain.append(numbers_of(codes, scales, table, form.group).to(HALF))
+        coded.append(kernels.CodedMatrices(codes, scales, table, form.group))
+        assert not torch.equal(plain[-1], weight)
+    chosen = chosen_of(rows, "any").to(DEVICE)
+    found, expected = (kernels.mix(h, weights, chosen, *own, None) for own in (coded, plain))
+    assert torch.equal(found, expected)
+    assert found.any(-1).all()
 
 
 @pytest.mark.parametrize("normalized", [False, True])

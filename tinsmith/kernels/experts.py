@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tinsmith.kernels.dispatch import overlapping
 from tinsmith.kernels.lora import CHUNK, columns_of, expand, reduce
+from tinsmith.kernels.quantized import of_e4m3, scale_of
 
 FEWEST_PAIRS, MOST_PAIRS = 16, 64
 """Pairs that a program computes at a time: a product on tensor cores has 16 rows or more."""
@@ -47,6 +48,32 @@ class RowMatrices(NamedTuple):
     """An adapter's scale times its rank."""
 
 
+class CodedMatrices(NamedTuple):
+    """Quantized matrices of experts, as `models/quantized.py` has them."""
+
+    codes: Tensor
+    """[experts, out, bytes of a row] uint8"""
+    scales: Tensor
+    """[experts, out, groups]"""
+    table: Tensor
+    """[16] float32: what codes stand for; empty for e4m3."""
+    group: int
+    """Numbers of a row that share a scale; 0 for the whole row."""
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What a kernel has to know of them."""
+        exponents = self.scales.element_size() == 1
+        return {"CODED": "table" if len(self.table) else "e4m3", "EXPONENTS": exponents, "GROUP": self.group or 1}
+
+
+def _as_coded(matrices: Tensor | CodedMatrices) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """The tensors of matrices for a kernel, and what it has to know of them: two are never read of a plain one."""
+    if isinstance(matrices, CodedMatrices):
+        return matrices[:3], matrices.form
+    return (matrices, matrices, matrices), {"CODED": "", "EXPONENTS": False, "GROUP": 1}
+
+
 def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
     """Each row's experts with the greatest softmax of logits [rows, experts], the first of equal ones, and its values.
 
@@ -70,14 +97,22 @@ def choose(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Te
     return weights, chosen
 
 
-def mix(h: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, own: RowMatrices | None) -> Tensor:
+def mix(
+    h: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor | CodedMatrices,
+    down: Tensor | CodedMatrices,
+    own: RowMatrices | None,
+) -> Tensor:
     """Compute the experts of rows h [rows, hidden], with the rows' adapters if there are some: [rows, hidden].
 
     `weights` and `chosen` [rows, per_token] are the router's; gate_up [experts, 2 · width, hidden] and down [experts,
-    hidden, width] the experts'. Nothing is read on the host.
+    hidden, width] the experts', plain or coded. Nothing is read on the host.
     """
     rows, hidden = h.shape
-    experts, _, width = down.shape
+    (of_gate_up, gate_up_form), (of_down, down_form) = _as_coded(gate_up), _as_coded(down)
+    experts, width = len(of_gate_up[0]), of_gate_up[0].shape[1] // 2
     per_token = chosen.shape[1]
     h, chosen = h.contiguous(), chosen.contiguous()
     overlaps = overlapping(h.device, rows)
@@ -91,7 +126,7 @@ def mix(h: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tenso
     if own is not None:
         columns, reduced = own.a.shape[1], reduce(h, own.columns, own.a)
     # Without adapters the arguments that stand for theirs are never read.
-    some = own or RowMatrices(order, h, gate_up, down, h, h, 0, 0.0)
+    some = own or RowMatrices(order, h, h, h, h, h, 0, 0.0)
     pairs = triton.next_power_of_2(triton.cdiv(2 * len(order), experts))
     sizes = {
         "PER_TOKEN": per_token,
@@ -103,8 +138,9 @@ def mix(h: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tenso
     activated = torch.empty(len(order), width, dtype=h.dtype, device=h.device)
     launch = _activate
     launch[(experts, triton.cdiv(width, UP_OUTPUTS))](
-        *(h, gate_up, order, ends, some.columns, reduced, some.b, activated, rows, some.columns.stride(0), width),
+        *(h, *of_gate_up, order, ends, some.columns, reduced, some.b, activated, rows, some.columns.stride(0), width),
         **sizes,
+        **gate_up_form,
         HIDDEN=hidden,
         OUTPUTS=UP_OUTPUTS,
         CHUNK=CHUNK,
@@ -118,8 +154,9 @@ def mix(h: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tenso
     tiles = triton.cdiv(hidden, DOWN_OUTPUTS)
     launch = _down
     launch[(experts, tiles + triton.cdiv(columns, DOWN_OUTPUTS))](
-        *(activated, down, some.inner, order, ends, weights.contiguous(), of_pairs, inside, rows, hidden, tiles),
+        *(activated, *of_down, some.inner, order, ends, weights.contiguous(), of_pairs, inside, rows, hidden, tiles),
         **sizes,
+        **down_form,
         WIDTH=width,
         OUTPUTS=DOWN_OUTPUTS,
         num_warps=4,
@@ -203,10 +240,47 @@ def _pairs_of(ends: tl.tensor, expert: tl.tensor) -> tl.tuple:
     return tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
 
 
+@triton.jit
+def _numbers(
+    matrix: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
+    row: tl.tensor,
+    begin: tl.tensor,
+    exists: tl.tensor,
+    dtype: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    CODED: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """Numbers of rows [rows, 1] of all experts' matrices, those that exist [rows], in `STEP` columns from `begin`."""
+    column = begin + tl.arange(0, STEP)[None, :]
+    inside = exists[:, None] & (column < COLUMNS)
+    if CODED == "":
+        numbers = tl.load(matrix + row * COLUMNS + column, mask=inside, other=0.0)
+    elif CODED == "e4m3":
+        code = tl.load(matrix + row * COLUMNS + column, mask=inside, other=0)
+        numbers = (of_e4m3(code) * scale_of(scales, row, exists[:, None], EXPONENTS)).to(dtype)
+    else:
+        byte = begin // 2 + tl.arange(0, STEP // 2)[None, :]
+        code = tl.load(matrix + row * (COLUMNS // 2) + byte, mask=exists[:, None] & (byte < COLUMNS // 2), other=0)
+        group, groups = begin // GROUP + tl.arange(0, STEP // GROUP)[None, :], tl.cdiv(COLUMNS, GROUP)
+        scale = scale_of(scales, row * groups + group, exists[:, None] & (group < groups), EXPONENTS)
+        of_bytes = tl.broadcast_to(scale[:, :, None], [row.shape[0], STEP // GROUP, GROUP // 2])
+        scale = tl.reshape(of_bytes, [row.shape[0], STEP // 2])
+        low, high = tl.load(table + (code & 15)) * scale, tl.load(table + (code >> 4)) * scale
+        numbers = tl.interleave(low, high).to(dtype)
+    return numbers
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _activate(
     h: tl.tensor,
     gate_up: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
     order: tl.tensor,
     ends: tl.tensor,
     columns: tl.tensor,
@@ -225,6 +299,9 @@ def _activate(
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     ALPHA: tl.constexpr,
+    CODED: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Some outputs of silu(gate) · up of all pairs of an expert."""
@@ -247,9 +324,12 @@ def _activate(
             number = place + tl.arange(0, STEP)
             read = (number < HIDDEN)[None, :]
             x = tl.load(h + token[:, None] * HIDDEN + number[None, :], mask=inside[:, None] & read, other=0.0)
-            mask = exists[:, None] & read
-            gate_weight = tl.load(gate_up + gate_row * HIDDEN + number[None, :], mask=mask, other=0.0)
-            up_weight = tl.load(gate_up + (gate_row + width) * HIDDEN + number[None, :], mask=mask, other=0.0)
+            gate_weight = _numbers(
+                gate_up, scales, table, gate_row, place, exists, dtype, HIDDEN, STEP, CODED, EXPONENTS, GROUP
+            )
+            up_weight = _numbers(
+                gate_up, scales, table, gate_row + width, place, exists, dtype, HIDDEN, STEP, CODED, EXPONENTS, GROUP
+            )
             gate = tl.dot(x, gate_weight.T, gate)
             up = tl.dot(x, up_weight.T, up)
         if COLUMNS > 0:
@@ -277,6 +357,8 @@ def _activate(
 def _multiplied(
     activated: tl.tensor,
     matrix: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
     weights: tl.tensor,
     pair: tl.tensor,
     inside: tl.tensor,
@@ -285,14 +367,20 @@ def _multiplied(
     exists: tl.tensor,
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
+    CODED: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Pairs times rows of a matrix [outputs, WIDTH], and times the weight of each pair."""
+    """Pairs times rows of all experts' matrices [outputs, WIDTH], and times the weight of each pair."""
     total = tl.zeros([pair.shape[0], output.shape[0]], tl.float32)
+    dtype = activated.dtype.element_ty
     for begin in range(0, WIDTH, STEP):
         number = begin + tl.arange(0, STEP)
         read = (number < WIDTH)[None, :]
         x = tl.load(activated + pair[:, None] * WIDTH + number[None, :], mask=inside[:, None] & read, other=0.0)
-        weight = tl.load(matrix + output[:, None] * WIDTH + number[None, :], mask=exists[:, None] & read, other=0.0)
+        weight = _numbers(
+            matrix, scales, table, output[:, None], begin, exists, dtype, WIDTH, STEP, CODED, EXPONENTS, GROUP
+        )
         total = tl.dot(x, weight.T, total)
     return total * tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)[:, None]
 
@@ -301,6 +389,8 @@ def _multiplied(
 def _down(
     activated: tl.tensor,
     down: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
     inner: tl.tensor,
     order: tl.tensor,
     ends: tl.tensor,
@@ -316,6 +406,9 @@ def _down(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CODED: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Some outputs of down, or some columns of its A's, of all pairs of an expert, times the pairs' weights."""
@@ -332,16 +425,48 @@ def _down(
         if tile < tiles:
             output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
             exists = output < hidden
-            matrix = down + expert * hidden * WIDTH
-            total = _multiplied(activated, matrix, weights, pair, inside, place, output, exists, WIDTH, STEP)
+            own = expert * hidden + output
+            total = _multiplied(
+                activated,
+                down,
+                scales,
+                table,
+                weights,
+                pair,
+                inside,
+                place,
+                own,
+                exists,
+                WIDTH,
+                STEP,
+                CODED,
+                EXPONENTS,
+                GROUP,
+            )
             to = place[:, None].to(tl.int64) * hidden
             tl.store(of_pairs + to + output[None, :], total, mask=inside[:, None] & exists[None, :])
         elif COLUMNS > 0:
             output = (tile - tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
             exists = output < COLUMNS
-            matrix = inner + expert * COLUMNS * WIDTH
-            total = _multiplied(activated, matrix, weights, pair, inside, place, output, exists, WIDTH, STEP)
-            to = (place % PER_TOKEN * rows + place // PER_TOKEN)[:, None] * COLUMNS
+            own = expert * COLUMNS + output
+            total = _multiplied(
+                activated,
+                inner,
+                inner,
+                inner,
+                weights,
+                pair,
+                inside,
+                place,
+                own,
+                exists,
+                WIDTH,
+                STEP,
+                "",
+                False,
+                1,
+            )
+            to = (place % PER_TOKEN * rows + place // PER_TOKEN)[:, None].to(tl.int64) * COLUMNS
             tl.store(reduced + to + output[None, :], total, mask=inside[:, None] & exists[None, :])
 
 

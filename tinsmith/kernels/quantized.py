@@ -1,4 +1,7 @@
-"""The Triton kernel that unpacks the matrices of experts (`models/quantized.py`), as fast as memory takes them."""
+"""Triton code that reads quantized matrices of experts (`models/quantized.py`), and the kernel that unpacks them.
+
+A decoding step reads them where it multiplies (`kernels/experts.py`); both ways give the same bits.
+"""
 
 from typing import Any
 
@@ -33,7 +36,17 @@ def unpack(out: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, table: Tens
 
 
 @triton.jit
-def _scale(scales: tl.tensor, place: tl.tensor, inside: tl.tensor, EXPONENTS: tl.constexpr) -> tl.tensor:
+def of_e4m3(code: tl.tensor) -> tl.tensor:
+    """What codes of 8 bits stand for, in float32."""
+    wide = code.to(tl.uint16)
+    # The same bits as float16 are 2^-8 times the number, those below its normal range too
+    half = ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) * 256.0
+
+
+@triton.jit
+def scale_of(scales: tl.tensor, place: tl.tensor, inside: tl.tensor, EXPONENTS: tl.constexpr) -> tl.tensor:
+    """The scales at these places in float32."""
     found = tl.load(scales + place, mask=inside, other=0)
     if EXPONENTS:
         bits = tl.where(found == 0, 1 << 22, found.to(tl.int32) << 23)  # the least is no normal number
@@ -70,15 +83,12 @@ def _unpack(
     column = first + tl.arange(0, WIDE)[None, :]
     inside = (row < rows)[:, None] & (column < COLUMNS)
     if E4M3:
-        code = tl.load(codes + own * COLUMNS + column, mask=inside, other=0).to(tl.uint16)
-        # The same bits as float16 are 2^-8 times the number, those below its normal range too
-        half = ((code & 0x80) << 8 | (code & 0x7F) << 7).to(tl.float16, bitcast=True)
-        scale = _scale(scales, place, row < rows, EXPONENTS)
-        numbers = half.to(tl.float32) * 256.0 * scale[:, None]
+        code = tl.load(codes + own * COLUMNS + column, mask=inside, other=0)
+        numbers = of_e4m3(code) * scale_of(scales, place, row < rows, EXPONENTS)[:, None]
     else:
         byte = first // 2 + tl.arange(0, WIDE // 2)[None, :]
         there = (row < rows)[:, None] & (byte < COLUMNS // 2)
         code = tl.load(codes + own * (COLUMNS // 2) + byte, mask=there, other=0)
-        scale = _scale(scales, own * groups + byte * 2 // GROUP, there, EXPONENTS)
+        scale = scale_of(scales, own * groups + byte * 2 // GROUP, there, EXPONENTS)
         numbers = tl.interleave(tl.load(table + (code & 15)) * scale, tl.load(table + (code >> 4)) * scale)
     tl.store(out + own * COLUMNS + column, numbers.to(out.dtype.element_ty), mask=inside)

@@ -16,6 +16,7 @@ reads them faster than a library's matrix product, and computes the norm before 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter, experts_of
 from tinsmith.models.packed_lora import Adapters
+from tinsmith.models.quantized import Matrices as OfExperts
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
@@ -249,7 +251,7 @@ class RowAdapters(Adapters):
 
             own = (self.columns, matrices.a, matrices.b, matrices.inner, matrices.outer, matrices.tiles)
             adapters = experts.RowMatrices(*own, OUTPUTS, LORA_ALPHA)
-            return experts.mix(h, weights, chosen, stack.gate_up, stack.down, adapters)
+            return experts.mix(h, weights, chosen, _for_kernels(stack.gate_up), _for_kernels(stack.down), adapters)
         pairs = pairs_of(stack.kind, chosen, None, 1)
         of_pairs = pairs.weights(weights)
         inner = grouped_product(pairs.copied(h), stack.gate_up, pairs.ends)  # [pairs, 2 · width]
@@ -310,7 +312,16 @@ def mix_rows(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> 
         return mix_bare(stack, h, weights, chosen)
     from tinsmith.kernels import experts
 
-    return experts.mix(h, weights, chosen, stack.gate_up, stack.down, None)
+    return experts.mix(h, weights, chosen, _for_kernels(stack.gate_up), _for_kernels(stack.down), None)
+
+
+def _for_kernels(matrices: OfExperts) -> Any:
+    """Matrices of experts as the kernels of a step take them."""
+    if isinstance(matrices, Tensor):
+        return matrices
+    from tinsmith.kernels.experts import CodedMatrices
+
+    return CodedMatrices(matrices.codes, matrices.scales, matrices.scratch.table, matrices.form.group)
 
 
 class BareRows(Adapters):

@@ -11,7 +11,8 @@ what its code stands for.
 
 Smaller groups of FP8 would be more exact by a thirtieth: its numbers have exponents of their own. Two codes of 4 bits
 share a byte, the first in its lower half. Before a product, the matrices of one layer are unpacked into a `Scratch`,
-the same for all layers: only `grouped_product.py` reads it, right behind.
+the same for all layers: only `grouped_product.py` reads it, right behind. A decoding step on a GPU reads the codes
+themselves (`kernels/experts.py`).
 """
 
 from collections.abc import Iterable, Iterator
