@@ -1,4 +1,7 @@
-"""Experts in MXFP4 on disk: read as transformers reads them, and written as they are computed."""
+"""Experts in MXFP4 on disk: read as transformers reads them, and written as they are computed.
+
+Invariant: Weights in MXFP4 are read with the bits that transformers gives them.
+"""
 
 import json
 import shutil
