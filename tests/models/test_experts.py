@@ -28,7 +28,7 @@ from tinsmith.models.decoder import ExpertMLP, recomputed
 from tinsmith.models.experts import ExpertBiases, ExpertStack, mix_bare
 from tinsmith.models.experts import owners_of as owners_of_row
 from tinsmith.models.lora import Adapter, Segment, experts_of
-from tinsmith.models.packed_lora import SegmentAdapters
+from tinsmith.models.packed_lora import Adapters, SegmentAdapters
 from tinsmith.models.quantized import Matrices
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering import packing
@@ -351,6 +351,25 @@ def test_rows_of_a_decoding_step_are_those_of_a_loop(base: BaseModel) -> None:
     assert columns[id(larger)] == (24, 64)
     assert batched.generation == 2  # what the first buffers held was copied
     check()
+
+
+@torch.no_grad()
+def test_kernels_are_asked_for_no_experts_that_they_do_not_compute(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They know SwiGLU without biases."""
+    base = wide(family_dir("gpt_oss"))
+    stack, (first, *_) = stack_of(base), adapters_of(base)
+    batched = BatchedAdapters(base.layout, base.device, torch.float64, 64)
+    own = torch.tensor([batched.place(first)] * 4, device=DEVICE)
+    monkeypatch.setattr(batched_lora, "on_kernels", lambda kernels, x: kernels == "experts")
+    h, (weights, chosen) = tokens_of(base)[:4], (tensor[:4] for tensor in choice_of(stack, [2, 3]))
+    asked: tuple[tuple[Adapters, Adapter | None], ...] = (batched.for_rows(own), first), (BareRows(), None)
+    for rows, owner in asked:
+        expected = loop(stack, h, weights, chosen, [Segment(0, 4, owner)])
+        torch.testing.assert_close(rows.mix(stack, h, weights, chosen), expected, rtol=1e-6, atol=1e-6)
+        found = zip(rows.route(stack, h, free), stack.route(h, free), strict=True)
+        assert all(torch.equal(one, other) for one, other in found)
 
 
 @torch.no_grad()

@@ -178,12 +178,17 @@ def test_it_trains_and_samples_as_the_matrices_that_it_stands_for(directory: Pat
     base = quantized(directory, name)
     results, mine, answers = found_by(base)
     expected, theirs, wanted = found_by(twin_of(base, directory))
+    # GPT-OSS's own matrices lie the other way round, and their products are rounded otherwise.
+    apart = 1e-5 if base.family.model_type == "gpt_oss" else 0
     for one, other in zip(results, expected, strict=True):
-        assert one.loss == other.loss
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
-    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
-    assert all(gradient.any() for gradient in mine)
-    assert answers == wanted
+        assert one.loss == pytest.approx(other.loss, abs=apart)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=apart)
+    for gradient, other_gradient in zip(mine, theirs, strict=True):
+        assert gradient.any()
+        torch.testing.assert_close(gradient, other_gradient, rtol=0, atol=apart * float(gradient.abs().max()))
+    for (tokens, logprobs), (other_tokens, other_logprobs) in zip(answers, wanted, strict=True):
+        assert tokens == other_tokens
+        np.testing.assert_allclose(logprobs, other_logprobs, rtol=0, atol=apart)
 
 
 def test_layers_that_are_recomputed_give_the_same_bits(directory: Path) -> None:
