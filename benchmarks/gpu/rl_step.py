@@ -4,6 +4,7 @@ Qwen3-4B's shape with random weights, LoRA of rank 32, bfloat16: 64 requests of 
 of `importance_sampling` on all of them, the new adapter published. Parts:
 
 - local   by Backend and sampler in one process
+- experts  as `local`, Qwen3-30B-A3B, 256 requests of 256 tokens that get 512 each
 - served  through SDK and server, as the client sees it: the rest is its own work; `over_local` is what the server adds
 
     python -m benchmarks.gpu.rl_step --output benchmarks/results/rl_step.txt
@@ -13,9 +14,10 @@ of `importance_sampling` on all of them, the new adapter published. Parts:
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,9 @@ from tinsmith.sampling.sampler import SampleResult
 from tinsmith.training.backend import DatumWork
 from tinsmith.training.losses import LOSSES
 
-PARTS = ("local", "served")
+PARTS = ("local", "experts", "served")
 LOAD = Load("rl", 4 if TINY else 64, prompt=16 if TINY else 128, answer=24 if TINY else 256)
+EXPERTS = Load("rl", 8 if TINY else 256, prompt=16 if TINY else 256, answer=24 if TINY else 512)
 STEPS = 4
 
 
@@ -83,9 +86,9 @@ def aligned(prompt: int, values: Sequence[float]) -> NDArray[np.float32]:
     return np.concatenate([np.zeros(prompt - 1), values]).astype(np.float32)
 
 
-def local() -> Figures:
+def local(shape: str, load: Load) -> Figures:
     """Backend and sampler in this process."""
-    config = configuration("4B")
+    config = configuration(shape)
     network = network_of(config)
     release()
     backend = backend_of(base_of(config, network), {"m": RANK})
@@ -98,7 +101,7 @@ def local() -> Figures:
             results: list[SampleResult] = []
             with clock.phase("sampling"):
                 prompts = {
-                    requests.add(sampler, LOAD.prompt, LOAD.answer, weights): requests.newest for _ in range(LOAD.rows)
+                    requests.add(sampler, load.prompt, load.answer, weights): requests.newest for _ in range(load.rows)
                 }
                 while sampler.has_work:
                     results += [event for event in stepped(sampler) if isinstance(event, SampleResult)]
@@ -204,7 +207,12 @@ def main() -> None:
     """Measure what was asked for."""
     asked = begin(__doc__, PARTS)
     found: dict[str, Figures] = {}
-    for part, action in (("local", local), ("served", served)):
+    actions: dict[str, Callable[[], Figures]] = {
+        "local": partial(local, "4B", LOAD),
+        "experts": partial(local, "30B-A3B", EXPERTS),
+        "served": served,
+    }
+    for part, action in actions.items():
         if part in asked.parts:
             found[part] = isolated(part, action, asked.budget)
             figure(f"rl_step_rest_{part}", found[part].get("rest_share"), "at most 0.05")

@@ -99,6 +99,16 @@ _GPT_OSS_20B: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "sliding_window": 128,
 }
+_QWEN3_6_35B_A3B = _QWEN3_5_4B | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
 _VISION: dict[str, Any] = {
     "depth": 24,
     "hidden_size": 1024,
@@ -143,11 +153,12 @@ TEXT_SHAPES: dict[str, dict[str, Any]] = {
     "VL-4B": _QWEN3_4B,
     "30B-A3B": _QWEN3_30B_A3B,
     "30B-A3B/16": _QWEN3_30B_A3B | {"num_hidden_layers": 16},
+    "35B-A3B": _QWEN3_6_35B_A3B,
     "gpt-oss-20b": _GPT_OSS_20B,
 }
 """Behind a slash: so many layers of it."""
 _SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-_HYBRID = ("Qwen3.5-4B", "Qwen3.6-27B")
+_HYBRID = ("Qwen3.5-4B", "Qwen3.6-27B", "35B-A3B")
 """Of gated delta nets and attention."""
 
 
@@ -156,8 +167,10 @@ def configuration(shape: str, **changes: Any) -> Any:
     text = TEXT_SHAPES[shape]
     if TINY:
         text = text | _SMALL | {"num_hidden_layers": 4 if shape in _HYBRID else 2}
+    small = (_SMALL_EXPERTS if "num_experts" in text else {}) if TINY else {}
     if shape in _HYBRID:
-        return AutoConfig.for_model("qwen3_5_text", **text | (_SMALL_DELTA if TINY else {}) | changes)
+        kind = "qwen3_5_moe_text" if "num_experts" in text else "qwen3_5_text"
+        return AutoConfig.for_model(kind, **text | (_SMALL_DELTA if TINY else {}) | small | changes)
     if shape == "VL-4B":
         sections = [8, 4, 4] if TINY else [24, 20, 20]
         rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": sections}
@@ -168,7 +181,7 @@ def configuration(shape: str, **changes: Any) -> Any:
     if "num_local_experts" in text:
         return GptOssConfig(**text | ({"num_local_experts": 8} if TINY else {}) | changes)
     if "num_experts" in text:
-        return Qwen3MoeConfig(**text | (_SMALL_EXPERTS if TINY else {}) | changes)
+        return Qwen3MoeConfig(**text | small | changes)
     return Qwen3Config(**text | changes)
 
 

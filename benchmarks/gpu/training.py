@@ -18,6 +18,9 @@ PEFT, without and with Liger's kernels, all in bfloat16. Parts:
 - hybrid_long  Qwen3.5-4B, one sequence of 65,536 tokens
 - experts  16 layers of Qwen3-30B-A3B, LoRA of rank 32 on attention and experts, 8 sequences of 1,024 and 4 of 4,096;
            the 8 also with experts of 8 and 4 bits
+- experts_whole  all of Qwen3-30B-A3B, 4 sequences of 4,096, and of Qwen3.6-35B-A3B, also with experts of 8 bits
+- experts_tenants  16 layers of Qwen3-30B-A3B, eight LoRA models of ranks 8 to 64, 2 sequences each, against one of 64
+- gpt_oss   gpt-oss-20b, LoRA of rank 32, 8 sequences of 1,024
 - deterministic  the 4 sequences of `lora` with the option of that name, against those without
 
     python -m benchmarks.gpu.training --parts card,lora --output benchmarks/results/training.txt
@@ -73,6 +76,9 @@ PARTS = (
     "chat",
     "hybrid_long",
     "experts",
+    "experts_whole",
+    "experts_tenants",
+    "gpt_oss",
     "deterministic",
 )
 SIDES = ("ours", "peft", "liger", "transformers")
@@ -356,6 +362,30 @@ class Script:
         for held in ("fp8", "nf4"):
             action = partial(ours, "30B-A3B/16", [LENGTH] * 8, {"m": RANK}, self.matmul, expert_dtype=held)
             self.case(f"experts_8x{LENGTH}_{held}", "ours", action)
+
+    def experts_whole(self) -> None:
+        """All layers of mixtures of experts."""
+        lengths = [4 * LENGTH] * 4
+        for shape, held, wanted in (
+            ("30B-A3B", "model", "at least 15000 tokens per second on an H200"),
+            ("35B-A3B", "model", "at least 10000 tokens per second on an H200"),
+            ("35B-A3B", "fp8", "fits 80 GB"),
+        ):
+            name = f"experts_whole_{shape}_{held}"
+            action = partial(ours, shape, lengths, {"m": RANK}, self.matmul, expert_dtype=held)
+            figure(name, self.case(name, "ours", action).get("tokens_per_s"), wanted)
+
+    def experts_tenants(self) -> None:
+        """Eight models with experts of their own against one."""
+        shape, lengths, ranks = "30B-A3B/16", [LENGTH] * 16, {f"m{rank}": rank for rank in RANKS}
+        self.case("experts_tenants", "ours", partial(ours, shape, lengths, ranks, self.matmul))
+        self.case("experts_tenants", "ours_one_model", partial(ours, shape, lengths, {"m": 64}, self.matmul))
+        name = "experts_tenants/ours"
+        self.compare("experts_tenants_over_one_model", name, f"{name}_one_model", "at least 0.9")
+
+    def gpt_oss(self) -> None:
+        """Attention with sinks, experts with biases."""
+        self.case("gpt_oss", "ours", partial(ours, "gpt-oss-20b", [LENGTH] * 8, {"m": RANK}, self.matmul))
 
     def hybrid_long(self) -> None:
         """One long sequence."""

@@ -105,7 +105,7 @@ def _read_rope(model_type: str, language_model: Any) -> Rope:
     rotary = language_model.rotary_emb
     frequencies = rotary.inv_freq.float()
     sections = getattr(rotary, "mrope_section", None)
-    if model_type == "qwen3_5_text" or sections is None:
+    if model_type in ("qwen3_5_text", "qwen3_5_moe_text") or sections is None:
         return Rope(frequencies, float(rotary.attention_scaling), None)
     pairs = len(frequencies)
     if model_type in INTERLEAVED:
