@@ -455,6 +455,20 @@ class Script:
         figure("adapters_of_experts", ratio(adapted, bare), "at least 0.8 of the same without adapters")
         figure("sampling_experts_bare", ratio(bare, rival), "at least 1.0 times vLLM")
 
+    def latency(self) -> None:
+        """Measure how running requests and a long prompt delay each other."""
+        found = isolated("latency", latency, self.asked.budget)
+        figure(
+            "first_token_beside_64",
+            _over(found, "first_token_ms", "first_token_alone_ms"),
+            "at most 2 times that alone",
+        )
+        figure(
+            "between_tokens_p99",
+            _over(found, "between_tokens_p99_ms", "between_tokens_p50_ms"),
+            "at most 3 times the median",
+        )
+
     def part(self, name: str) -> None:
         """Measure one part."""
         match name:
@@ -467,17 +481,7 @@ class Script:
             case "experts":
                 self.experts()
             case "latency":
-                found = isolated("latency", latency, self.asked.budget)
-                figure(
-                    "first_token_beside_64",
-                    _over(found, "first_token_ms", "first_token_alone_ms"),
-                    "at most 2 times that alone",
-                )
-                figure(
-                    "between_tokens_p99",
-                    _over(found, "between_tokens_p99_ms", "between_tokens_p50_ms"),
-                    "at most 3 times the median",
-                )
+                self.latency()
             case "publish":
                 figure(
                     "publish_local_ms",
