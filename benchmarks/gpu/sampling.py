@@ -469,6 +469,14 @@ class Script:
             "at most 3 times the median",
         )
 
+    def deterministic(self) -> None:
+        """Measure what it costs that numbers depend on their own sequence alone."""
+        if "1.7B/ours/64" not in self.found:
+            self.case("1.7B", "ours", partial(ours, "1.7B", MANY[:1]))
+        self.case("deterministic", "ours", partial(ours, "1.7B", MANY[:1], deterministic=True))
+        exact, plain = (self.found.get(f"{name}/ours/64", {}) for name in ("deterministic", "1.7B"))
+        figure("deterministic_64", ratio(exact, plain), "said")
+
     def part(self, name: str) -> None:
         """Measure one part."""
         match name:
@@ -497,11 +505,7 @@ class Script:
                 figure("served_64", ratio(through, here), "at least 0.9 of the sampler alone")
                 figure("publish_served_ms", self.found.get("served/ours/publish", {}).get("publish_ms"), "")
             case "deterministic":
-                if "1.7B/ours/64" not in self.found:
-                    self.case("1.7B", "ours", partial(ours, "1.7B", MANY[:1]))
-                self.case("deterministic", "ours", partial(ours, "1.7B", MANY[:1], deterministic=True))
-                exact, plain = (self.found.get(f"{name}/ours/64", {}) for name in ("deterministic", "1.7B"))
-                figure("deterministic_64", ratio(exact, plain), "said")
+                self.deterministic()
 
 
 def _over(found: Figures, one: str, other: str) -> float | None:
