@@ -368,6 +368,15 @@ class SamplingConfig:
         "GiB",
         0.0001,
     )
+    recorded_routes_gib: float = setting(
+        1.0,
+        (
+            "Memory of the server for the experts that computed sampled tokens, which losses with logprobs follow; of "
+            "Qwen3-30B-A3B 384 bytes a token; 0 records and follows none; when full, the oldest go"
+        ),
+        "GiB",
+        0,
+    )
     max_running: int = setting(256, "Maximum number of sequences decoded together", "sequences", 1)
     prefill_tokens: int = setting(4096, "Maximum number of prompt tokens in one step", "tokens", 1)
     eager: bool = setting(False, "Run without CUDA graphs: slower, but errors name the failed operation")

@@ -8,16 +8,20 @@ from pathlib import Path
 from threading import Lock
 
 from tinsmith.config import Config
+from tinsmith.engine.recorded_routes import RecordedRoutes
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.questions import (
     Answered,
     CheckpointRow,
     FindCheckpoint,
     FindMeeting,
+    FindRoutes,
     FindSequences,
     ForgetSequences,
+    KeepRoutes,
     KeepSequences,
     MeetingPort,
+    Routes,
     Sequences,
 )
 from tinsmith.store.recorded_sequences import RecordedSequences
@@ -30,6 +34,7 @@ class Records:
     def __init__(self, config: Config) -> None:
         self._directory = Path(config.data_dir)
         self._recorded_bytes = config.sampling.recorded_sequences_gib * 2**30
+        self._routes = RecordedRoutes(config.sampling.recorded_routes_gib * 2**30)
         self._lock = Lock()
 
     @cached_property
@@ -55,8 +60,13 @@ class Records:
                 return Sequences.of(recorded.find(question.sequence_ids))
             case KeepSequences():
                 recorded.put(question.sequences)
+            case KeepRoutes():
+                self._routes.put(question.run, question.routes)
+            case FindRoutes():
+                return Routes.of(self._routes.find(question.run, question.sequences))
             case ForgetSequences():
                 recorded.forget_session(question.session_id)
+                self._routes.forget_session(question.session_id)
             case _:
                 raise TypeError(f"{type(question).__name__} is no question")
         return Answered()

@@ -9,7 +9,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -121,7 +120,7 @@ class Stopwatch:
 
 
 class Fetched:
-    """Float32 tensors of one device on their way to the host, in one transfer that later work does not delay."""
+    """Tensors of one precision and device on their way to the host, in one transfer that later work does not delay."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.shapes = [tensor.shape for tensor in tensors]
@@ -131,7 +130,7 @@ class Fetched:
             self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
             self._copied = torch.cuda.current_stream(flat.device).record_event()
 
-    def arrived(self) -> list[NDArray[np.float32]]:
+    def arrived(self) -> list[NDArray[Any]]:
         """The tensors as arrays. Waits until they are there."""
         if self._copied is not None:
             self._copied.synchronize()

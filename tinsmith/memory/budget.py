@@ -1,7 +1,7 @@
 """Divides a device's memory between the local sampler's cache and training, for `tinsmith plan` and for a server."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -10,7 +10,7 @@ from tinsmith.config import Config, TrainingConfig
 from tinsmith.errors import ConfigError
 from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory
 from tinsmith.models.full import FullState
-from tinsmith.models.layers import Attention, DeltaNet, LayerKind
+from tinsmith.models.layers import Attention, DeltaNet, Experts, LayerKind
 
 GIB = 2**30
 CPU_CACHE = 2 * GIB
@@ -201,6 +201,16 @@ class CacheShape:
     dtype: torch.dtype
     """Precision of keys, values and inputs of convolutions; recurrent states are float32."""
     device: torch.device
+    experts: Mapping[int, Experts] = field(default_factory=dict)
+    """The mixtures of experts, by layer."""
+
+    @property
+    def routes(self) -> tuple[int, int, torch.dtype]:
+        """Mixtures, experts that compute a token in each, and what the number of one is kept in."""
+        kind = next(iter(self.experts.values()), None)
+        if kind is None:
+            return 0, 0, torch.uint8
+        return len(self.experts), kind.per_token, torch.uint8 if kind.count <= 256 else torch.int16
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -223,7 +233,9 @@ class CacheShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        return BLOCK * len(self.attention_layers) * self.attention.bytes_per_token(self.dtype)
+        mixtures, per_token, number = self.routes
+        attention = len(self.attention_layers) * self.attention.bytes_per_token(self.dtype)
+        return BLOCK * (attention + mixtures * per_token * number.itemsize)
 
     @property
     def state_bytes(self) -> int:

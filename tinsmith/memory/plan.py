@@ -88,7 +88,8 @@ class BasePlan:
     @property
     def cache_shape(self) -> CacheShape:
         """What the local sampler keeps for each token and each sequence."""
-        return CacheShape(self.sizes.layout.layers, self.sizes.dtype, self.sizes.device)
+        layout = self.sizes.layout
+        return CacheShape(layout.layers, self.sizes.dtype, self.sizes.device, layout.experts)
 
     @property
     def cache(self) -> CacheSizes | None:

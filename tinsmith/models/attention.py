@@ -270,6 +270,13 @@ class PassPlan(Protocol):
         """
         ...
 
+    def choose(self, mixture: int, chosen: Tensor) -> Tensor:
+        """The experts that compute each token: those that the router chose, `chosen` [tokens, per_token], or others.
+
+        `mixture` is the number of the mixture of experts, counted from the first layer that has one.
+        """
+        ...
+
 
 class PackedPlan:
     """Each sequence of a packed row begins anew, and reaches no other.
@@ -279,7 +286,16 @@ class PackedPlan:
     computes by `stable_attention`.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype, stable: bool = False) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        device: torch.device,
+        dtype: torch.dtype,
+        stable: bool = False,
+        routes: Tensor | None = None,
+    ) -> None:
+        """`routes` [mixtures, tokens, per_token] are the experts to follow, -1 for tokens whose router chooses."""
+        self.routes = routes
         self.runs = group_runs(lengths)
         self.lengths = tuple(lengths)
         self.max_length = max(lengths)
@@ -317,3 +333,11 @@ class PackedPlan:
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         return gated_delta_rule_anew(query, key, value, decay, beta, self.lengths)
+
+    def choose(self, mixture: int, chosen: Tensor) -> Tensor:
+        return chosen if self.routes is None else followed(self.routes[mixture], chosen)
+
+
+def followed(route: Tensor, chosen: Tensor) -> Tensor:
+    """Put the experts to follow [tokens, per_token] in the place of those chosen, but for tokens where they are -1."""
+    return torch.where(route < 0, chosen, route.to(chosen.dtype))

@@ -66,6 +66,8 @@ class PackedRow:
     images: list[ImageInput]
     full: FullWeights | None = None
     """Weights for the whole row in place of the base's; no segment has an adapter then."""
+    routes: Tensor | None = None
+    """[mixtures, tokens, per_token] int16 experts to follow, -1 where the router chooses; None if it always does."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ ways of computing.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -293,19 +294,23 @@ class SharedExpert:
 class ExpertMLP:
     """A mixture of experts, and the shared expert beside it if there is one."""
 
+    number: int
+    """Its place among the mixtures of the decoder."""
     stack: ExpertStack
     shared_expert: SharedExpert | None
 
     def __call__(self, x: Tensor, delta: Tensor, norm: Norm, shared: Pass) -> tuple[Tensor, Tensor]:
         """Return the sum of x and delta [tokens, hidden], and the experts' output for its norm."""
         normed, total = norm.kind.with_sum(x, delta, norm.weight)
-        out = shared.adapters.mix(self.stack, normed, *shared.adapters.route(self.stack, normed))
+        weights, chosen = shared.adapters.route(self.stack, normed, partial(shared.plan.choose, self.number))
+        out = shared.adapters.mix(self.stack, normed, weights, chosen)
+        out = shared.adapters.mix(self.stack, normed, weights, chosen)
         return total, out if self.shared_expert is None else out + self.shared_expert(normed, shared)
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "ExpertMLP":
         """Use these parameters, by name, in the place of its own."""
         own = None if self.shared_expert is None else self.shared_expert.with_weights(parameters)
-        return ExpertMLP(self.stack.with_weights(parameters), own)
+        return ExpertMLP(self.number, self.stack.with_weights(parameters), own)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ The shared matrices A_gate, A_up and B_down are multiplied once a token, before 
 their sum.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -50,10 +50,14 @@ class ExpertStack:
         router, gate_up, down = (parameters.get(name, held) for name, held in zip(self.names, own, strict=True))
         return replace(self, router=router, gate_up=gate_up, down=down)
 
-    def route(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts of tokens h [tokens, hidden] as transformers does: weights and numbers [tokens, per_token]."""
+    def route(self, h: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Choose experts of tokens h [tokens, hidden] as transformers does: weights and numbers [tokens, per_token].
+
+        `choose` may put others in their place; their weights are what the router gives these.
+        """
         probabilities = softmax(linear(h, self.router), dim=-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self.kind.per_token, dim=-1)
+        chosen = choose(probabilities.topk(self.kind.per_token, dim=-1).indices)
+        weights = probabilities.gather(1, chosen)
         if self.kind.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(h.dtype), chosen

@@ -154,6 +154,11 @@ class Layout:
         return tuple(f"{module.rpartition('.')[0]}." for module in left)
 
     @property
+    def mixture(self) -> Experts | None:
+        """The kind of its mixtures of experts, which they have in common; None if there is none."""
+        return next(iter(self.experts.values()), None)
+
+    @property
     def expert_widths(self) -> int:
         """Numbers of experts' adapters of rank 1 in a decoding step, where each target has its own A and B."""
         return sum(target.width for target in self.targets.values() if target.experts)

@@ -128,7 +128,7 @@ def _read_layer(model_type: str, language_model: Any, index: int, layout: Layout
     if (experts := layout.experts.get(index)) is None:
         mlp = _read_dense(language_model, f"{name}.mlp", layout)
     else:
-        mlp = _read_experts(language_model, f"{name}.mlp", layout, experts)
+        mlp = _read_experts(language_model, index, layout, experts)
     first, second = (
         _read_norm(language_model, f"{name}.{norm}") for norm in ("input_layernorm", "post_attention_layernorm")
     )
@@ -149,17 +149,18 @@ def _read_dense(language_model: Any, name: str, layout: Layout) -> Build:
     return lambda joined: DenseMLP(joined[f"{name}.gate_up"], joined[f"{name}.down_proj"])
 
 
-def _read_experts(language_model: Any, name: str, layout: Layout, kind: Experts) -> Build:
+def _read_experts(language_model: Any, index: int, layout: Layout, kind: Experts) -> Build:
+    name, number = f"layers.{index}.mlp", list(layout.experts).index(index)
     module = language_model.get_submodule(name)
     names = (f"{name}.gate.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
     router, gate_up, down = (language_model.get_parameter(parameter) for parameter in names)
     stack = ExpertStack(f"{name}.experts", kind, names, router, gate_up, down)
     if not kind.shared_width:
         _require_children(module, "gate", "experts")
-        return lambda joined: ExpertMLP(stack, None)
+        return lambda joined: ExpertMLP(number, stack, None)
     _require_children(module, "gate", "experts", "shared_expert", "shared_expert_gate")
     dense, gate = _read_dense(language_model, f"{name}.shared_expert", layout), f"{name}.shared_expert_gate"
-    return lambda joined: ExpertMLP(stack, SharedExpert(dense(joined), joined[gate]))
+    return lambda joined: ExpertMLP(number, stack, SharedExpert(dense(joined), joined[gate]))
 
 
 def _read_attention(model_type: str, language_model: Any, index: int, kind: Attention) -> Build:

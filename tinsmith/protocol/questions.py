@@ -1,18 +1,20 @@
 """Questions of a worker to the engine: database rows, and where the workers meet.
 
-FindCheckpoint is answered by CheckpointRow, FindSequences by Sequences, FindMeeting by MeetingPort, the others by
-Answered, and any of them by NotAnswered. They have a socket of their own (`link.py`), so that any thread of the worker
-may ask and wait, while a thread of the engine answers: the loops of both go on meanwhile.
+FindCheckpoint is answered by CheckpointRow, FindSequences by Sequences, FindRoutes by Routes, FindMeeting by
+MeetingPort, the others by Answered, and any of them by NotAnswered. They have a socket of their own (`link.py`), so
+that any thread of the worker may ask and wait, while a thread of the engine answers: the loops of both go on meanwhile.
 """
 
+import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from tinsmith.errors import StoreUnavailableError, TinsmithError
 from tinsmith.protocol.boundary import result_or_error
@@ -20,8 +22,9 @@ from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import question_address
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import error_of, type_of
-from tinsmith.store.records import Checkpoint, RecordedSequence
+from tinsmith.store.records import Checkpoint, RecordedSequence, SequenceRoutes
 from tinsmith.wire.paths import CheckpointKind
+from tinsmith.wire.tensors import ExpertIndices
 
 PATIENCE_S = 120.0
 """Seconds that a worker waits for an answer: longer than the engine waits for a locked database."""
@@ -97,9 +100,91 @@ class KeepSequences(_CarriesSequences):
 
 @dataclass(frozen=True)
 class ForgetSequences(Message):
-    """Delete what a session has sampled."""
+    """Delete what a session has sampled, and the experts of it."""
 
     session_id: str
+
+
+@dataclass(frozen=True)
+class KeepRoutes(Message):
+    """Asks the engine to keep the experts of sequences that a training run's weights have sampled.
+
+    `payload` holds of each its tokens (int64), then the experts of all but the last (uint8, or int16 if `wide`).
+    """
+
+    run: str
+    shapes: list[tuple[int, int, int]]
+    """Of the experts of each."""
+    wide: bool
+    payload: bytes
+
+    @classmethod
+    def of(cls, run: str, routes: Sequence[SequenceRoutes]) -> Self:
+        shapes: list[Any] = [each.experts.shape for each in routes]
+        wide = any(each.experts.dtype == np.int16 for each in routes)
+        arrays = [array for each in routes for array in (each.tokens, each.experts.astype(_number(wide)))]
+        return cls(run, shapes, wide, b"".join(array.tobytes() for array in arrays))
+
+    @property
+    def routes(self) -> list[SequenceRoutes]:
+        found, start = [], 0
+        for shape in self.shapes:
+            tokens = np.frombuffer(self.payload, "<i8", shape[1] + 1, start)
+            start += tokens.nbytes
+            experts = np.frombuffer(self.payload, _number(self.wide), math.prod(shape), start).reshape(shape)
+            start += experts.nbytes
+            found.append(SequenceRoutes(tokens, experts.copy()))
+        return found
+
+
+@dataclass(frozen=True)
+class FindRoutes(Message):
+    """What the engine keeps of the longest sequences that these begin with. `payload` holds their tokens (int64)."""
+
+    run: str
+    lengths: list[int]
+    payload: bytes
+
+    @classmethod
+    def of(cls, run: str, sequences: "Sequence[NDArray[np.int64]]") -> Self:
+        return cls(run, [len(each) for each in sequences], b"".join(each.tobytes() for each in sequences))
+
+    @property
+    def sequences(self) -> "list[NDArray[np.int64]]":
+        return np.split(np.frombuffer(self.payload, "<i8"), np.cumsum(self.lengths)[:-1])
+
+
+@dataclass(frozen=True)
+class Routes(Message):
+    """The experts found for each sequence, one behind the other in `payload` (uint8, or int16 if `wide`)."""
+
+    shapes: list[tuple[int, int, int] | None]
+    """None where nothing was found."""
+    wide: bool
+    payload: bytes
+
+    @classmethod
+    def of(cls, found: "Sequence[ExpertIndices | None]") -> Self:
+        wide = any(each is not None and each.dtype == np.int16 for each in found)
+        shapes: list[Any] = [None if each is None else each.shape for each in found]
+        return cls(shapes, wide, b"".join(each.astype(_number(wide)).tobytes() for each in found if each is not None))
+
+    @property
+    def experts(self) -> "list[ExpertIndices | None]":
+        found: list[ExpertIndices | None] = []
+        start = 0
+        for shape in self.shapes:
+            if shape is None:
+                found.append(None)
+                continue
+            experts = np.frombuffer(self.payload, _number(self.wide), math.prod(shape), start).reshape(shape)
+            start += experts.nbytes
+            found.append(experts)
+        return found
+
+
+def _number(wide: bool) -> str:
+    return "<i2" if wide else "|u1"
 
 
 @dataclass(frozen=True)

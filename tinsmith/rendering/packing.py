@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinsmith.kernels.device import upload
 from tinsmith.models.base import PackedRow
@@ -55,7 +56,20 @@ def pack(sequences: Sequence[RenderedInput], owners: Sequence[Weights | None], d
         image_index=upload(np.flatnonzero(in_images), device),
         images=[image for s in sequences for image in s.images],
         full=owners[0] if isinstance(owners[0], FullWeights) else None,
+        routes=_routes(sequences, device),
     )
+
+
+def _routes(sequences: Sequence[RenderedInput], device: torch.device) -> Tensor | None:
+    """Join the experts to follow; sequences that have none choose theirs."""
+    given = next((s.routes for s in sequences if s.routes is not None), None)
+    if given is None:
+        return None
+    mixtures, _, per_token = given.shape
+    free = (
+        np.full((mixtures, len(s), per_token), -1, dtype=np.int16) if s.routes is None else s.routes for s in sequences
+    )
+    return upload(np.concatenate(list(free), axis=1), device)
 
 
 def segments_of(lengths: Sequence[int], owners: Sequence[Weights | None]) -> list[Segment]:

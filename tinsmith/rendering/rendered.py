@@ -27,6 +27,8 @@ class RenderedInput:
     """One for each span."""
     positions: Tensor
     """[1 or 3, n] int64 rotary positions."""
+    routes: NDArray[np.int16] | None = None
+    """[mixtures, n, per_token] experts to follow, -1 for tokens whose router chooses; None if it always does."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -44,6 +46,14 @@ class RenderedInput:
             text[span.offset : span.offset + span.length] = False
         return text
 
+    @property
+    def identity(self) -> NDArray[np.int64]:
+        """[n] the token ids; at the positions of an image the `image_mark` of its bytes."""
+        marked = self.token_ids.astype(np.int64)
+        for span, image in zip(self.spans, self.images, strict=True):
+            marked[span.offset : span.offset + span.length] = image_mark(image.sha256)
+        return marked
+
     def part(self, start: int, end: int) -> "RenderedInput":
         """Cut out tokens [start, end).
 
@@ -56,10 +66,13 @@ class RenderedInput:
                 spans.append(replace(span, offset=first - start, length=last - first))
                 skipped = image.rows.start + first - span.offset
                 images.append(replace(image, rows=slice(skipped, skipped + last - first)))
-        return RenderedInput(self.token_ids[start:end], tuple(spans), tuple(images), self.positions[:, start:end])
+        routes = None if self.routes is None else self.routes[:, start:end]
+        return RenderedInput(
+            self.token_ids[start:end], tuple(spans), tuple(images), self.positions[:, start:end], routes
+        )
 
     def followed_by(self, tail: "RenderedInput") -> "RenderedInput":
-        """Append `tail`, whose positions go on from here."""
+        """Append `tail`, whose positions go on from here. The router chooses the experts of all tokens."""
         moved = (replace(span, offset=span.offset + len(self)) for span in tail.spans)
         return RenderedInput(
             np.concatenate([self.token_ids, tail.token_ids]),
@@ -67,3 +80,8 @@ class RenderedInput:
             self.images + tail.images,
             torch.cat([self.positions, tail.positions], dim=1),
         )
+
+
+def image_mark(sha256: bytes) -> int:
+    """Return a negative number that stands for an image, by the SHA-256 of its bytes, where token ids are compared."""
+    return -1 - int.from_bytes(sha256[:7])

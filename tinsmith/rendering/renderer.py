@@ -21,7 +21,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.families import ImageSpan, positions
 from tinsmith.models.vision_tower import ImageInput
 from tinsmith.rendering.processor import LocalProcessor
-from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.rendering.rendered import RenderedInput, image_mark
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.forward_backward import IMAGE_FORMATS
 from tinsmith.wire.images import check_pixels, decode, read_header
@@ -45,6 +45,15 @@ class Measured:
         """[n] the token ids; -1 at the positions of images."""
         parts = [
             chunk.tokens if isinstance(chunk, TextChunk) else np.full(length, -1)
+            for chunk, length in zip(self.chunks, self.lengths, strict=True)
+        ]
+        return np.concatenate(parts).astype(np.int64, copy=False)
+
+    @property
+    def identity(self) -> NDArray[np.int64]:
+        """[n] what `RenderedInput.identity` will be."""
+        parts = [
+            chunk.tokens if isinstance(chunk, TextChunk) else np.full(length, image_mark(chunk.sha256))
             for chunk, length in zip(self.chunks, self.lengths, strict=True)
         ]
         return np.concatenate(parts).astype(np.int64, copy=False)

@@ -41,7 +41,7 @@ def packed_logprobs(base: BaseModel, probes: Sequence[Probe]) -> list[Tensor]:
     order = row_order(probes)
     chosen = [probes[i] for i in order]
     row = pack([p.rendered for p in chosen], [p.adapter for p in chosen], base.device)
-    hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
+    hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype, routes=row.routes))
     scored = target_logprobs(hidden, base.lm_head, row.token_ids.roll(-1).unsqueeze(-1), row.segments, CHUNK).squeeze(
         -1
     )

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.kernels.device import Fetched
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.store.records import SequenceRoutes
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions
 from tinsmith.wire.sample import SampledSequence, SampleRequest
 
@@ -31,6 +34,19 @@ class TokensSampled:
 
 
 @dataclass(frozen=True, eq=False)
+class SampledRoutes:
+    """The experts that computed one sampled sequence, on their way to the host."""
+
+    tokens: NDArray[np.int64]
+    experts: Fetched
+
+    def arrived(self) -> SequenceRoutes:
+        """Wait until the device has got so far. For any thread."""
+        (experts,) = self.experts.arrived()
+        return SequenceRoutes(self.tokens, experts)
+
+
+@dataclass(frozen=True, eq=False)
 class SampleResult:
     """A finished request: its last event."""
 
@@ -40,6 +56,8 @@ class SampleResult:
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that were not computed."""
+    routes: Sequence["SampledRoutes | None"] = ()
+    """Of each sequence if they were wanted; None where several versions of the weights gave its tokens."""
 
     def tokens_of(self, index: int) -> TokensSampled:
         sequence = self.sequences[index]

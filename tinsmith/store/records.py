@@ -11,6 +11,8 @@ if TYPE_CHECKING:  # commands that only ask for a checkpoint need no numpy
     import numpy as np
     from numpy.typing import NDArray
 
+    from tinsmith.wire.tensors import ExpertIndices
+
 CommandKind = Literal[
     "create_model",
     "create_from_checkpoint",
@@ -191,3 +193,13 @@ class RecordedSequence:
     """[n]"""
     logprobs: "NDArray[np.float32]"
     """[n] by the weights that sampled it, at the temperature of the request."""
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRoutes:
+    """The experts that computed one sampled sequence."""
+
+    tokens: "NDArray[np.int64]"
+    """[n] of prompt and answer, images marked (`RenderedInput.identity`)."""
+    experts: "ExpertIndices"
+    """[mixtures, n - 1, per_token]: the last token was not computed."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinsmith.kernels.device import Stopwatch, upload
 from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory
-from tinsmith.models.attention import PackedPlan, varlen_attention
+from tinsmith.models.attention import PackedPlan, followed, varlen_attention
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.decoder import AttentionBlock, Decoder
 from tinsmith.models.lora import Adapter, AdapterForm, Segment
@@ -70,15 +70,30 @@ class Frame:
         self.d_hidden = torch.zeros_like(self.embeddings)  # [tokens, hidden]
         self.positions = torch.zeros(3 if base.family.mrope else 1, tokens, dtype=torch.int64, device=base.device)
         self.cu_seqlens = torch.zeros(SEQUENCES[-1] + 2, dtype=torch.int32, device=base.device)
+        self.routes: Tensor | None = None
+        if (mixture := base.layout.mixture) is not None:
+            size = len(base.layout.experts), tokens, mixture.per_token
+            self.routes = torch.full(size, -1, dtype=torch.int16, device=base.device)
+
+    def take_routes(self, routes: Tensor | None) -> None:
+        """Follow these experts of the first tokens of the row, and let the router choose the others."""
+        if self.routes is not None:
+            self.routes.fill_(-1)
+            if routes is not None:
+                self.routes[:, : routes.shape[1]].copy_(routes)
 
 
 class PaddedPlan:
     """A `PackedPlan` for sequences whose number and lengths may change between replays."""
 
-    def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
-        """Take `cu_seqlens` [sequences + 2] int32: the last sequence fills the row, those before it may be empty."""
+    def __init__(self, cu_seqlens: Tensor, tokens: int, routes: Tensor | None = None) -> None:
+        """Take `cu_seqlens` [sequences + 2] int32: the last sequence fills the row, those before it may be empty.
+
+        `routes` [mixtures, at least `tokens`, per_token] are as in `PackedPlan`.
+        """
         self.cu_seqlens = cu_seqlens
         self.tokens = tokens
+        self.routes = routes
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         if query.is_cuda:
@@ -91,6 +106,9 @@ class PaddedPlan:
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         raise NotImplementedError("gated delta nets are not captured")
+
+    def choose(self, mixture: int, chosen: Tensor) -> Tensor:
+        return chosen if self.routes is None else followed(self.routes[mixture, : self.tokens], chosen)
 
 
 @dataclass(eq=False)
@@ -121,6 +139,7 @@ class CapturedPass:
             [0, *row.lengths, *[0] * (kind.sequences - len(row.lengths)), kind.tokens - tokens], dtype=np.int32
         )
         frame.cu_seqlens[: len(begins)].copy_(upload(begins, embeddings.device))
+        frame.take_routes(row.routes)
         self.forward()
         return self.hidden[:tokens].clone()
 
@@ -322,7 +341,8 @@ def _captured(decoder: Decoder, kind: PassKind, frame: Frame, adapter: Adapter, 
     """Capture a pass. Raises RuntimeError if it computes something else than it did before the capture."""
     tokens, leaves, device = kind.tokens, frame.adapter.leaves(), frame.embeddings.device
     frame.cu_seqlens[1 : kind.sequences + 2].fill_(tokens)
-    plan, segments = PaddedPlan(frame.cu_seqlens[: kind.sequences + 2], tokens), [Segment(0, tokens, frame.adapter)]
+    plan = PaddedPlan(frame.cu_seqlens[: kind.sequences + 2], tokens, frame.routes)
+    segments = [Segment(0, tokens, frame.adapter)]
     made = CapturedPass(kind, frame, _nothing, _nothing, frame.embeddings, ())
     graph_of: list[Tensor] = []
 

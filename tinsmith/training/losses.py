@@ -115,6 +115,9 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: D
     return _surrogate(_clipped(mean + own, inputs, config), inputs["advantages"])
 
 
+REPLAYED = "tinsmith_replay/tokens"
+"""Metric of mixtures of experts: the share of a datum's tokens that recorded experts computed."""
+
 MAX_RATIO = 2.0
 """Largest weight of a token."""
 
@@ -261,6 +264,11 @@ class Loss:
         return self.function.__name__
 
     @property
+    def compares(self) -> bool:
+        """Whether it compares with the log-probabilities of the policy that sampled the targets."""
+        return "logprobs" in self.inputs
+
+    @property
     def clips(self) -> bool:
         """Whether it holds the ratio between two thresholds."""
         return self.optional_inputs == CLIP_THRESHOLDS
@@ -374,6 +382,8 @@ class DatumWork:
     loss: Loss
     loss_inputs: Mapping[str, NDArray[np.float32]]
     """Inputs of the loss besides target_tokens, each of their shape."""
+    replayed: float | None = None
+    """Share of the tokens whose experts are recorded ones; None where that is not asked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -469,6 +479,8 @@ def results_of(
         own = slice(start, start + len(datum.rendered))
         loss = float(losses[own].sum(dtype=np.float64))
         named = dict(zip(datum.loss.metrics, of_datum.tolist(), strict=True))
+        if datum.replayed is not None:
+            named[REPLAYED] = datum.replayed
         yield DatumResult(logprobs[own].reshape(datum.target_tokens.shape), loss, named)
         start = own.stop
 

@@ -83,13 +83,13 @@ def _forward(
     exact = hidden = None
     if base.deterministic:
         with torch.no_grad():
-            exact = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype, stable=True))
+            exact = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype, True, row.routes))
     if not torch.is_grad_enabled():
         hidden = exact
     elif captured is not None and recomputation == KEEP_ALL:
         hidden = captured.hidden_states(row)
     if hidden is None:
-        plan = PackedPlan(row.lengths, base.device, base.dtype)
+        plan = PackedPlan(row.lengths, base.device, base.dtype, routes=row.routes)
         with kept_in_host_memory(len(row.token_ids)) if recomputation.offload else nullcontext():
             hidden = base.hidden_states(
                 row, plan, recomputation.recompute, None if look is None else lambda layer: look()

@@ -24,6 +24,7 @@ from tinsmith.wire.prompt_scores import (
     int64_array,
     parse_targets,
 )
+from tinsmith.wire.tensors import ExpertIndices
 
 MAX_SAMPLES = 1024
 
@@ -104,6 +105,8 @@ class SampleRequest:
     """Number of likeliest tokens to return at each sampled position."""
     record_stability_info: bool = False
     """Record the sample for the loss stable_reinforce."""
+    rollout_expert_indices: bool = False
+    """Return the experts that computed each token."""
 
     def most_tokens(self, prompt: int, context: int, name: str) -> int:
         """Most tokens to sample behind a prompt of `prompt` tokens.
@@ -192,6 +195,7 @@ class _SampleBody(StrictModel):
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOPK)] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     record_stability_info: bool | None = None
+    rollout_expert_indices: bool | None = None
     type: Literal["sample"] = "sample"
 
     @model_validator(mode="after")
@@ -244,6 +248,7 @@ def parse_sample_request(body: bytes) -> SampleRequest:
         questions=parsed.questions(),
         topk_sample_logprobs=parsed.topk_sample_logprobs,
         record_stability_info=bool(parsed.record_stability_info),
+        rollout_expert_indices=bool(parsed.rollout_expert_indices),
     )
 
 
@@ -277,9 +282,12 @@ def _decode_tokens(index: int, tokens: list[int]) -> NDArray[np.int32]:
 
 
 def encode_sample_response(
-    sequences: Sequence[SampledSequence], answers: PromptAnswers, prompt_cache_hit_tokens: int
+    sequences: Sequence[SampledSequence],
+    answers: PromptAnswers,
+    prompt_cache_hit_tokens: int,
+    experts: Sequence[ExpertIndices | None] = (),
 ) -> bytes:
-    """The protobuf SampleResponse."""
+    """The protobuf SampleResponse; `experts` are those of each sequence, if they are asked for."""
     response = tinker_pb2.SampleResponse(prompt_cache_hit_tokens=prompt_cache_hit_tokens)
     for sequence in sequences:
         response.sequences.add(
@@ -294,5 +302,11 @@ def encode_sample_response(
                 for span in sequence.versions
             ],
         )
+    for index, chosen in enumerate(experts):
+        if chosen is not None:
+            sent = response.sequences[index]
+            in_order = np.ascontiguousarray(chosen.swapaxes(0, 1)).astype(chosen.dtype.newbyteorder("<"))
+            sent.rollout_expert_indices.data = in_order.tobytes()
+            sent.rollout_expert_indices.shape.extend(in_order.shape)
     answers.encode_into(response)
     return response.SerializeToString()

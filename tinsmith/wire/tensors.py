@@ -14,6 +14,9 @@ from tinsmith.wire import tinker_pb2
 
 Array = NDArray[np.float32] | NDArray[np.int64]
 
+ExpertIndices = NDArray[np.uint8] | NDArray[np.int16]
+"""[mixtures of experts, tokens, experts of a token] the experts that computed each token; int16 of more than 256."""
+
 _DTYPES: dict[int, np.dtype[Any]] = {
     tinker_pb2.DTYPE_FLOAT32: np.dtype("<f4"),
     tinker_pb2.DTYPE_INT64: np.dtype("<i8"),

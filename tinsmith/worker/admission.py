@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into, result_or_error
 from tinsmith.protocol.serving import Sample
 from tinsmith.rendering.rendered import RenderedInput
@@ -40,6 +40,8 @@ class Started:
     is_decoded: bool = False
     """Threads decode its images."""
     is_recorded: bool = False
+    wants_routes: bool = False
+    """Whether the reply has the experts that computed the tokens."""
     questions: PromptQuestions = field(default_factory=PromptQuestions)
 
 
@@ -234,7 +236,7 @@ class SampleAdmission:
                 return
         base.sampler.add(message.name, rendered.request, rendered.prompt, weights, stream=message.stream)
         started.in_sampler, started.is_recorded = True, rendered.request.record_stability_info
-        started.questions = rendered.request.questions
+        started.questions, started.wants_routes = rendered.request.questions, rendered.request.rollout_expert_indices
         base.on_the_way -= message.num_samples
 
     def _read(self, base: SamplingBase, key: Key, rendered: _Rendered) -> None:
@@ -255,4 +257,6 @@ class SampleAdmission:
 
 def _measure(renderer: Renderer, message: Sample) -> _Measured:
     request = parse_sample_request(message.payload)
+    if request.rollout_expert_indices and not renderer.base.layout.experts:
+        raise UserError(f"rollout_expert_indices=true, but {renderer.base.name} is no mixture of experts; leave it out")
     return _Measured(replace(message, payload=b""), request, renderer.measure(request.prompt), renderer)

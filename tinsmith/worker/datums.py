@@ -1,21 +1,29 @@
 """Turns stored forward and forward_backward requests into checked datums."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.models.base import BaseModel
 from tinsmith.rendering.renderer import Measured, Renderer, check_token_ids, position_of
 from tinsmith.store.records import RecordedSequence
 from tinsmith.training.backend import DatumWork
 from tinsmith.training.losses import CLIP_THRESHOLDS, COUNTED_BY, Loss, find_loss
 from tinsmith.wire.forward_backward import Datum, ForwardBackwardRequest
+from tinsmith.wire.tensors import ExpertIndices
 from tinsmith.worker.provenance import sequence_ids, with_recorded
 
-KNOWN_INPUTS = ("target_tokens", "weights", "advantages", "logprobs", *CLIP_THRESHOLDS, "sequence_ratio_mask", "mask")
-"""loss_fn_inputs of the Tinker API, and the "mask" of the cookbook's datums, which dro reads.
+ROUTES = "rollout_expert_indices"
+"""Key of the experts to follow."""
+
+KNOWN_INPUTS = (
+    *("target_tokens", "weights", "advantages", "logprobs", *CLIP_THRESHOLDS, "sequence_ratio_mask", "mask"),
+    ROUTES,
+)
+"""loss_fn_inputs of the Tinker API, the "mask" of the cookbook's datums, which dro reads, and the experts to follow.
 
 One that the loss does not read may ride along, unless it asks for something that the loss would then not do.
 """
@@ -27,6 +35,9 @@ FloatArray = NDArray[np.float32]
 
 FindRecorded = Callable[[Set[str]], Mapping[str, RecordedSequence]]
 """Ids of sampled sequences -> those that are recorded."""
+
+FindRoutes = Callable[[str, Sequence[NDArray[np.int64]]], Sequence[ExpertIndices | None]]
+"""(model id, sequences) -> the experts of the longest sampled sequence that each begins with, None if there is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +52,8 @@ class CheckedDatum:
     inputs: dict[str, FloatArray]
     """Inputs of the loss, each of the shape of `targets`."""
     renderer: Renderer
+    routes: ExpertIndices | None = None
+    """Experts of its first tokens to follow; the router chooses those of the others."""
 
     def __len__(self) -> int:
         return len(self.measured)
@@ -51,15 +64,33 @@ class CheckedDatum:
 
     def work(self) -> DatumWork:
         """Render the datum. Raises UserError if an image is broken."""
-        return DatumWork(
-            self.model_id, self.renderer.render_measured(self.measured), self.targets, self.loss, self.inputs
-        )
+        rendered = self.renderer.render_measured(self.measured)
+        replayed = None
+        if self.renderer.base.layout.experts and self.loss.compares:
+            replayed = 0.0 if self.routes is None else self.routes.shape[1] / len(rendered)
+        if self.routes is not None:
+            rendered = replace(rendered, routes=_to_length(self.routes, len(rendered)))
+        return DatumWork(self.model_id, rendered, self.targets, self.loss, self.inputs, replayed)
+
+
+def _to_length(routes: ExpertIndices, tokens: int) -> NDArray[np.int16]:
+    """Lengthen the experts of the first tokens by -1, with which the router chooses: [mixtures, tokens, per_token]."""
+    whole = np.full((routes.shape[0], tokens, routes.shape[2]), -1, dtype=np.int16)
+    whole[:, : routes.shape[1]] = routes
+    return whole
 
 
 def prepare(
-    model_id: str, request: ForwardBackwardRequest, renderer: Renderer, find_recorded: FindRecorded
+    model_id: str,
+    request: ForwardBackwardRequest,
+    renderer: Renderer,
+    find_recorded: FindRecorded,
+    find_routes: FindRoutes | None = None,
 ) -> list[CheckedDatum]:
-    """Check every datum before any image is decoded. Raises UserError naming datum, field and value."""
+    """Check every datum before any image is decoded. Raises UserError naming datum, field and value.
+
+    A loss that compares with the sampler's log-probabilities follows the experts that `find_routes` finds.
+    """
     loss = find_loss(request.loss_fn, request.loss_fn_config)
     if not request.data:
         raise UserError("data is empty; send at least one datum")
@@ -70,7 +101,21 @@ def prepare(
             prepared.append(_prepare_datum(model_id, datum, loss, renderer, recorded))
         except TinsmithError as error:
             raise type(error)(f"datum {index}: {error}") from error
-    return prepared
+    if find_routes is None or not loss.compares or not renderer.base.layout.experts:
+        return prepared
+    return _with_found(model_id, prepared, find_routes)
+
+
+def _with_found(model_id: str, prepared: Sequence[CheckedDatum], find_routes: FindRoutes) -> list[CheckedDatum]:
+    """Follow the experts of sampled sequences that datums contain to their last token, but where a datum brings some.
+
+    A sampled sequence ends with the target of the last token that was computed.
+    """
+    sequences = [np.append(datum.measured.identity, datum.targets[-1]) for datum in prepared]
+    return [
+        replace(datum, routes=routes) if datum.routes is None else datum
+        for datum, routes in zip(prepared, find_routes(model_id, sequences), strict=True)
+    ]
 
 
 def check_lengths(datums: Sequence[CheckedDatum], longest: int, workers: int) -> None:
@@ -109,7 +154,35 @@ def _prepare_datum(
             f"sequence_ratio_mask is 0 everywhere; {loss.name} takes the sequence's ratio over the "
             "positions where it is not 0"
         )
-    return CheckedDatum(model_id, measured, targets, loss, inputs, renderer)
+    routes = _routes(datum, len(measured), renderer.base) if ROUTES in datum.loss_fn_inputs else None
+    return CheckedDatum(model_id, measured, targets, loss, inputs, renderer, routes)
+
+
+def _routes(datum: Datum, length: int, base: BaseModel) -> NDArray[np.int16]:
+    """Return the experts that a datum brings as [mixtures, tokens, per_token]."""
+    values, kind = datum.loss_fn_inputs[ROUTES], base.layout.mixture
+    if kind is None or base.decoder is None:
+        raise UserError(f"{ROUTES} is given, but {base.name} has no experts that can be chosen; leave it out")
+    if values.dtype != np.int64:
+        raise UserError(f"{ROUTES} is {values.dtype}; send numbers of experts as int64")
+    wanted = len(base.layout.experts), kind.per_token
+    if values.ndim != 3 or values.shape[1:] != wanted or not 0 < len(values) <= length:
+        raise UserError(
+            f"{ROUTES} has shape {values.shape}; send the experts of the first tokens of the model input, at most "
+            f"({length}, {wanted[0]}, {wanted[1]}): tokens, layers with experts, experts of a token"
+        )
+    wrong = np.flatnonzero((values < 0) | (values >= kind.count))
+    if wrong.size:
+        raise UserError(
+            f"{ROUTES} at position {position_of(wrong[0], values.shape)} is {values.flat[wrong[0]]}; "
+            f"send numbers in [0, {kind.count})"
+        )
+    ordered = np.sort(values, axis=-1)
+    twice = np.flatnonzero((ordered[..., 1:] == ordered[..., :-1]).any(-1))
+    if twice.size:
+        place = position_of(twice[0], values.shape[:2])
+        raise UserError(f"{ROUTES} at position {place} is {values[place].tolist()}; send each expert of a token once")
+    return values.swapaxes(0, 1).astype(np.int16)
 
 
 def _targets(datum: Datum, loss: Loss, length: int, vocab_size: int) -> NDArray[np.int64]:

@@ -136,13 +136,23 @@ class Worker:
             sampled, sleepers = vllm_samplers(self.sampled_bases, renderers, config, link.wake)
         elif sampling.sampler == "local":
             sampled = local_samplers(self.bases, renderers, config, self.memory)
-        self.samples = Samples(sampled, self.snapshots, self.rendering, self.images, self.disk, records, self.send)
+        records_routes = sampling.recorded_routes_gib > 0
+        self.samples = Samples(
+            sampled, self.snapshots, self.rendering, self.images, self.disk, records, self.send, records_routes
+        )
         trained = {
             name: training_base(backends[name], renderers[name], config, self.memory, group) for name in self.bases
         }
         self.longest_trained = {name: each.longest for name, each in trained.items()}
         self.passes = Passes(
-            trained, self.rendering, self.images, self.send, self.due.append, records.find, self._dropped
+            trained,
+            self.rendering,
+            self.images,
+            self.send,
+            self.due.append,
+            records.find,
+            records.find_routes if records_routes else None,
+            self._dropped,
         )
         room = config.training.kept_copies_gib * 2**30
         kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, place)

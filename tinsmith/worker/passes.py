@@ -24,7 +24,7 @@ from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.worker.background import SMALL_BYTES, Background
-from tinsmith.worker.datums import CheckedDatum, FindRecorded, check_lengths, prepare
+from tinsmith.worker.datums import CheckedDatum, FindRecorded, FindRoutes, check_lengths, prepare
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ class Passes:
     send: Callable[[Message], None]
     enqueue: Callable[[Callable[[], None]], None]
     find_recorded: FindRecorded
+    find_routes: FindRoutes | None = None
+    """Finds the experts that computed sampled tokens; None where none are recorded."""
     dropped: Callable[[], Collection[str]] = tuple
     noticed: set[str] = field(default_factory=set)
     """Notices of losses that were already logged."""
@@ -90,7 +92,8 @@ class Passes:
     def prepare(self, message: Prepare) -> None:
         """Check an operation, here or in a thread, and answer."""
         self.preparing[message.operation] = message
-        if unpacked_size(message.payload, len(message.payload)) > SMALL_BYTES or message.image_digests:
+        asks = self.find_routes is not None and self.bases[message.base_model].renderer.base.layout.experts
+        if unpacked_size(message.payload, len(message.payload)) > SMALL_BYTES or message.image_digests or asks:
             session = ids.session_of(message.model_id)
             self.rendering.run(
                 partial(self._check, message), lambda checked: self._answer(message, *checked.result()), session
@@ -106,7 +109,7 @@ class Passes:
             request = decode_stored(message.payload, [bytes.fromhex(digest) for digest in message.image_digests])
             backward = not request.forward_only
             trained = self.bases[message.base_model]
-            datums = prepare(message.model_id, request, trained.renderer, self.find_recorded)
+            datums = prepare(message.model_id, request, trained.renderer, self.find_recorded, self.find_routes)
             if backward:
                 check_lengths(datums, trained.longest, trained.workers)
             self._notice(datums[0].loss.notice)

@@ -1,19 +1,26 @@
 """Reads database rows through the engine (`protocol/questions.py`)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tinsmith.protocol.questions import (
     Answers,
     CheckpointRow,
     FindCheckpoint,
+    FindRoutes,
     FindSequences,
     ForgetSequences,
+    KeepRoutes,
     KeepSequences,
+    Routes,
     Sequences,
 )
-from tinsmith.store.records import Checkpoint, RecordedSequence
+from tinsmith.store.records import Checkpoint, RecordedSequence, SequenceRoutes
 from tinsmith.wire.paths import CheckpointKind
+from tinsmith.wire.tensors import ExpertIndices
 
 
 class SequenceRecords(Protocol):
@@ -21,6 +28,10 @@ class SequenceRecords(Protocol):
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
         """Record sequences by id."""
+        ...
+
+    def put_routes(self, run: str, routes: Sequence[SequenceRoutes]) -> None:
+        """Record the experts of sequences that weights of a training run, by its model id, have sampled."""
         ...
 
     def forget_session(self, session_id: str) -> None:
@@ -50,6 +61,15 @@ class AskedRecords:
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
         self._ask(KeepSequences.of(sequences))
+
+    def put_routes(self, run: str, routes: Sequence[SequenceRoutes]) -> None:
+        self._ask(KeepRoutes.of(run, routes))
+
+    def find_routes(self, run: str, sequences: Sequence[NDArray[np.int64]]) -> list[ExpertIndices | None]:
+        """Return the experts of the longest sampled sequence that each of these begins with; None if there is none."""
+        answer = self._ask(FindRoutes.of(run, sequences))
+        assert isinstance(answer, Routes)
+        return answer.experts
 
     def forget_session(self, session_id: str) -> None:
         self._ask(ForgetSequences(session_id))

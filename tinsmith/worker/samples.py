@@ -20,7 +20,8 @@ from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFa
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.store import ids
-from tinsmith.store.records import RecordedSequence
+from tinsmith.store.records import RecordedSequence, SequenceRoutes
+from tinsmith.wire.paths import is_path, parse_path
 from tinsmith.wire.sample import encode_sample_response
 from tinsmith.worker.admission import SampleAdmission, SamplingBase, Started
 from tinsmith.worker.background import Background
@@ -40,6 +41,8 @@ class SampleResults:
     recorded: SequenceRecords
     disk: Background
     send: Callable[[Message], None]
+    records_routes: bool = False
+    """Whether the experts that computed a training run's samples are recorded."""
     sampled_tokens: int = 0
     """Tokens of all finished requests."""
     finished: int = 0
@@ -55,12 +58,10 @@ class SampleResults:
         message = started.message
         with failing_into(partial(self.fail, message)):
             result.check_finite(started.questions)
-            response = encode_sample_response(result.sequences, result.answers, result.cached_tokens)
-            done = SampleDone(message.request_id, message.run, response)
-            if started.is_recorded:
-                self._record(message, result, done)
+            if started.is_recorded or result.routes:
+                self._record(message, result, started)
             else:
-                self.send(done)
+                self.send(_done(message, result))
             tokens = sum(len(sequence.tokens) for sequence in result.sequences)
             self.sampled_tokens += tokens
             self.finished += 1
@@ -73,27 +74,52 @@ class SampleResults:
                 time.monotonic() - started.started_at,
             )
 
-    def _record(self, message: Sample, result: SampleResult, done: SampleDone) -> None:
+    def _record(self, message: Sample, result: SampleResult, started: Started) -> None:
         """Record what was sampled in a thread, then answer: a client may train on it as soon as it has the answer."""
-        sequences = {
-            ids.sequence_id(message.request_id, index): RecordedSequence(
-                result.prompt_tokens,
-                np.array(sequence.tokens, dtype=np.int32),
-                np.array(sequence.logprobs, dtype=np.float32),
-            )
-            for index, sequence in enumerate(result.sequences)
-        }
 
-        def answer(ended: "Future[None]") -> None:
+        def record() -> SampleDone:
+            if started.is_recorded:
+                self.recorded.put(_sequences(message, result))
+            routes = [None if each is None else each.arrived() for each in result.routes]
+            kept = [each for each in routes if each is not None]
+            run = training_run(message.weights_id)
+            if self.records_routes and run and kept:
+                self.recorded.put_routes(run, kept)
+            return _done(message, result, routes if started.wants_routes else ())
+
+        def answer(ended: "Future[SampleDone]") -> None:
             with failing_into(partial(self.fail, message)):
-                ended.result()
-                self.send(done)
+                self.send(ended.result())
 
-        self.disk.run(partial(self.recorded.put, sequences), answer)
+        self.disk.run(record, answer)
 
     def forget_session(self, session_id: str) -> None:
         """Delete what an ended session has recorded."""
         self.disk.run(partial(self.recorded.forget_session, session_id), _log_failure)
+
+
+def _sequences(message: Sample, result: SampleResult) -> dict[str, RecordedSequence]:
+    return {
+        ids.sequence_id(message.request_id, index): RecordedSequence(
+            result.prompt_tokens,
+            np.array(sequence.tokens, dtype=np.int32),
+            np.array(sequence.logprobs, dtype=np.float32),
+        )
+        for index, sequence in enumerate(result.sequences)
+    }
+
+
+def _done(message: Sample, result: SampleResult, routes: Sequence[SequenceRoutes | None] = ()) -> SampleDone:
+    experts = [None if each is None else each.experts for each in routes]
+    response = encode_sample_response(result.sequences, result.answers, result.cached_tokens, experts)
+    return SampleDone(message.request_id, message.run, response)
+
+
+def training_run(weights_id: str | None) -> str | None:
+    """Return the model id of the training run that sampled weights are of; None for those of the base."""
+    if weights_id is None:
+        return None
+    return parse_path(weights_id).model_id if is_path(weights_id) else weights_id.rpartition("/")[0]
 
 
 def _log_failure(ended: "Future[None]") -> None:
@@ -116,10 +142,11 @@ class Samples:
         disk: Background,
         recorded: SequenceRecords,
         send: Callable[[Message], None],
+        records_routes: bool = False,
     ) -> None:
         self.bases = bases
         self.send = send
-        self.results = SampleResults(recorded, disk, send)
+        self.results = SampleResults(recorded, disk, send, records_routes)
         self.admission = SampleAdmission(snapshots, rendering, images, disk, self.results.fail)
         snapshots.watchers.append(self._publish)
         snapshots.in_use = self._weights_in_use

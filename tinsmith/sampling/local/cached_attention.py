@@ -86,6 +86,10 @@ class CachedPlan(StatefulPlan):
             )
         return out
 
+    def choose(self, mixture: int, chosen: Tensor) -> Tensor:
+        self.cache.note_experts(mixture, self.places, chosen)
+        return chosen
+
 
 def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return each token's visible blocks [tokens, most blocks] and how many tokens in them it sees [tokens]."""

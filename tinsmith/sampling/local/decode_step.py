@@ -104,6 +104,10 @@ class DecodePlan(StatefulPlan):
             out[rows] = compute(query[rows], keys, values, table, lengths, scale, window)
         return out
 
+    def choose(self, mixture: int, chosen: Tensor) -> Tensor:
+        self.cache.note_experts(mixture, self.places, chosen)
+        return chosen
+
 
 class DecodeStep:
     """Decoding steps of one base model over one cache."""
@@ -155,7 +159,8 @@ class DecodeStep:
 
     def places(self) -> Hashable:
         """Return the addresses of what steps read beside the batch: while equal, a captured step can be replayed."""
-        tensors = [self.cache.keys, self.cache.values, self.base.lm_head, next(self.base.language_model.parameters())]
+        tensors = [self.cache.keys, self.cache.values, self.cache.routes]
+        tensors += [self.base.lm_head, next(self.base.language_model.parameters())]
         if self.states:
             tensors += [self.states.inputs, self.states.memory]
         return self.adapters.generation, *(tensor.data_ptr() for tensor in tensors)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
-from tinsmith.kernels.device import reserve_zeros, upload
+from tinsmith.kernels.device import Fetched, reserve_zeros, upload
 from tinsmith.memory.budget import BLOCK, CacheShape
 from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.local.states import StateSlots
@@ -30,6 +30,9 @@ class KVCache:
         size = (len(self.index), blocks + 1, BLOCK, kind.kv_heads, kind.head_dim)
         self.keys = reserve_zeros(size, shape.dtype, shape.device)
         self.values = reserve_zeros(size, shape.dtype, shape.device)
+        mixtures, per_token, number = shape.routes
+        self.routes = reserve_zeros((mixtures, blocks + 1, BLOCK, per_token), number, shape.device)
+        """The experts that computed each token."""
         self.total = blocks
         self.free: list[int] = []
         self.unclean: set[int] = set()
@@ -114,7 +117,17 @@ class KVCache:
         self.unclean.discard(target)
         self.keys[:, target] = self.keys[:, block]
         self.values[:, target] = self.values[:, block]
+        self.routes[:, target] = self.routes[:, block]
         return target
+
+    def note_experts(self, mixture: int, places: Tensor, chosen: Tensor) -> None:
+        """Write the experts of tokens, `chosen` [tokens, per_token] of a mixture, at `places` [tokens]."""
+        self.routes[mixture].flatten(0, 1).index_copy_(0, places, chosen.to(self.routes.dtype))
+
+    def routes_of(self, blocks: Sequence[int], tokens: int) -> Fetched:
+        """Fetch the experts [mixtures, tokens, per_token] of a sequence's first tokens, whose blocks may go then."""
+        own = self.routes.index_select(1, upload(np.array(blocks, dtype=np.int64), self.routes.device))
+        return Fetched([own.flatten(1, 2)[:, :tokens]])
 
     def store(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Write key and value [tokens, kv_heads, head_dim] of a layer at `places` [tokens] (block · BLOCK + offset)."""

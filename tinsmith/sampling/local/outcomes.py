@@ -42,6 +42,7 @@ class SequenceOutcomes:
                     events.append(sequence.newest())
                 if sequence.reason is not None:
                     some_ended = True
+                    self._fetch_routes(sequence)
                     job.unfinished -= 1
                     if job.unfinished == 0:
                         events.append(job.result())
@@ -52,6 +53,16 @@ class SequenceOutcomes:
         if some_ended:
             self.schedule.queues.drop(lambda sequence: sequence.reason is not None)
         return events
+
+    def _fetch_routes(self, sequence: SequenceState) -> None:
+        """Fetch the experts of an ended sequence, before its blocks are given back.
+
+        One that ends with its first token may have had no place of its own: it has the prompt of the first of its job.
+        """
+        job = sequence.job
+        if job.wants_routes and len(sequence.starts) == 1:
+            blocks = sequence.blocks or job.sequences[0].blocks
+            sequence.routes = self.schedule.cache.routes_of(blocks, sequence.length - 1)
 
     def fail(self, job: SampleJob, events: list[SampleEvent], error: Exception) -> None:
         """End a job with the error that it raised; raising it again would keep the tensors of the failed pass."""

@@ -43,7 +43,8 @@ class LocalSampler:
         Raises ConfigError if that does not hold one sequence.
         """
         self.base = base
-        shape = CacheShape(base.layout.layers, base.dtype, base.device)
+        self.records_routes = bool(base.layout.experts) and config.recorded_routes_gib > 0
+        shape = CacheShape(base.layout.layers, base.dtype, base.device, base.layout.experts)
         sizes = sizes or shape.divide(int(config.kv_cache_gib * 2**30) or CPU_CACHE, config.max_running)
         self.cache = KVCache(shape, sizes.blocks)
         self.states = StateSlots(shape, sizes.slots) if shape.state_bytes else None
@@ -108,6 +109,7 @@ class LocalSampler:
             topk=request.topk_sample_logprobs,
             seed=seed,
             max_new=self._max_new(request, len(rendered)),
+            wants_routes=request.rollout_expert_indices or (self.records_routes and weights is not None),
             unfinished=request.num_samples,
         )
         rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)

@@ -6,13 +6,14 @@ from typing import Literal
 import numpy as np
 import torch
 
+from tinsmith.kernels.device import Fetched
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import Choice
 from tinsmith.sampling.prefix import prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
-from tinsmith.sampling.sampler import SampleResult, TokensSampled
+from tinsmith.sampling.sampler import SampledRoutes, SampleResult, TokensSampled
 from tinsmith.sampling.stopping import StopIds, StopStrings
 from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SamplingParams, VersionSpan
@@ -39,6 +40,8 @@ class SampleJob:
     """Questions about the prompt; None if there are none."""
     topk: int
     """Likeliest tokens to report at each sampled position."""
+    wants_routes: bool = False
+    """Whether the experts that compute its tokens are wanted."""
     unfinished: int = 0
     failed: bool = False
     """It has failed: tokens of its other sequences are dropped."""
@@ -55,7 +58,12 @@ class SampleJob:
         """Return the reply, once every sequence has ended."""
         answers = self.scores.answers if self.scores else PromptAnswers()
         return SampleResult(
-            self.request_id, [s.sampled() for s in self.sequences], answers, len(self.rendered), self.cached_tokens
+            self.request_id,
+            [s.sampled() for s in self.sequences],
+            answers,
+            len(self.rendered),
+            self.cached_tokens,
+            [s.sampled_routes() for s in self.sequences] if self.wants_routes else (),
         )
 
 
@@ -104,6 +112,8 @@ class SequenceState:
     keys: list[bytes] = field(default_factory=list)
     """Keys of its first full blocks, as far as they were needed."""
     reason: Literal["stop", "length"] | None = None
+    routes: Fetched | None = None
+    """The experts that computed all but its last token, once it has ended."""
 
     @property
     def length(self) -> int:
@@ -169,6 +179,14 @@ class SequenceState:
 
     def newest(self) -> TokensSampled:
         return TokensSampled(self.job.request_id, self.index, self.tokens[-1:], self.logprobs[-1:], self.starts[-1][0])
+
+    def sampled_routes(self) -> SampledRoutes | None:
+        """Return the experts that computed it, if one version of the weights gave all of its tokens."""
+        if self.routes is None:
+            return None
+        return SampledRoutes(
+            np.concatenate([self.job.rendered.identity, np.array(self.tokens, dtype=np.int64)]), self.routes
+        )
 
     def sampled(self) -> SampledSequence:
         """Return its part of the reply."""

@@ -22,7 +22,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.kernels.device import upload
 from tinsmith.memory.pass_memory import Recomputation, sliced_pass_memory_of
 from tinsmith.memory.retries import Choice, MemoryRetries, PassFailure
-from tinsmith.models.attention import PackedPlan
+from tinsmith.models.attention import PackedPlan, followed
 from tinsmith.models.base import BaseModel, threads_for
 from tinsmith.models.decoder import kept_in_host_memory
 from tinsmith.models.delta_rule import convolve_anew
@@ -253,8 +253,12 @@ class _Whole(torch.autograd.Function):
 class SequenceParallelPlan:
     """`PassPlan` of a slice of one sequence: exchanges heads for attention and delta rules, tokens for convolutions."""
 
-    def __init__(self, slices: SequenceSlices, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, slices: SequenceSlices, device: torch.device, dtype: torch.dtype, routes: Tensor | None = None
+    ) -> None:
+        """`routes` are those of the own tokens, as in `PackedPlan`."""
         self.slices = slices
+        self.routes = routes
         self.whole = PackedPlan([slices.tokens], device, dtype)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -281,6 +285,9 @@ class SequenceParallelPlan:
         query, key = self._matched(query, shares), self._matched(key, shares)
         out = value if value.shape[1] == 0 else self.whole.delta_rule(layer, query, key, value, decay, beta)
         return self.slices.to_tokens(out, shares.heads, heads)
+
+    def choose(self, mixture: int, chosen: Tensor) -> Tensor:
+        return chosen if self.routes is None else followed(self.routes[mixture], chosen)
 
     def _shares(self, heads: int, shared: int) -> HeadShares:
         return share_heads(heads, shared, len(self.slices.slices))
@@ -390,7 +397,7 @@ class SequenceParallel:
         """Compute log-probabilities and losses of the whole sequence from the slices of all workers."""
         base, owner, own = self.base, optimizer.weights, slices.own
         row = pack([datum.rendered.part(own.start, own.stop)], [owner], base.device)
-        plan = SequenceParallelPlan(slices, base.device, base.dtype)
+        plan = SequenceParallelPlan(slices, base.device, base.dtype, row.routes)
         with kept_in_host_memory(len(row.token_ids)) if recomputation.offload else nullcontext():
             hidden = base.hidden_states(row, plan, recomputation.recompute)  # [own tokens, hidden]
         width = targets_per_position(datum)
