@@ -45,6 +45,11 @@ def base(family_dir: Callable[[str], Path]) -> BaseModel:
     return wide(family_dir("qwen3_moe"))
 
 
+def free(chosen: Tensor) -> Tensor:
+    """Let the router choose."""
+    return chosen
+
+
 def stack_of(base: BaseModel, layer: int = 1) -> ExpertStack:
     assert base.decoder is not None
     mlp = base.decoder.layers[layer].mlp
@@ -245,7 +250,7 @@ def theirs(router: Any, h: Tensor) -> tuple[Tensor, Tensor]:
 def test_experts_are_chosen_as_transformers_chooses_them(family_base: Callable[[str], BaseModel], family: str) -> None:
     base = family_base(family)
     h = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    weights, chosen = stack_of(base).route(h)
+    weights, chosen = stack_of(base).route(h, free)
     expected, numbers = theirs(module_of(base), h)
     assert torch.equal(chosen, numbers)
     assert torch.equal(weights, expected)
@@ -260,7 +265,7 @@ def test_probabilities_that_are_not_to_be_normalised_are_left(
     (tmp_path / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}))
     base = load(tmp_path)
     h = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    weights, chosen = stack_of(base).route(h)
+    weights, chosen = stack_of(base).route(h, free)
     expected, numbers = theirs(module_of(base), h)
     assert torch.equal(chosen, numbers)
     assert torch.equal(weights, expected)
@@ -274,7 +279,7 @@ def test_exact_ties_are_decided_as_topk_decides_them(family_base: Callable[[str]
     twins = replace(stack, router=stack.router[:4].detach().round(decimals=1).repeat(2, 1))
     h = torch.randint(-3, 4, (100, 64), generator=torch.Generator().manual_seed(0)).float().to(DEVICE)
     h[7] = 0
-    weights, chosen = twins.route(h)
+    weights, chosen = twins.route(h, free)
     probabilities = softmax(linear(h, twins.router), -1)
     values, expected = probabilities.topk(2)
     assert (values[:, 0] == values[:, 1]).all()
