@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tinker import types
 
 from tests.acceptance.conftest import connect, ready, without_sdk
-from tests.acceptance.talking import learn, logprobs, text_input, train, with_inputs
 from tests.acceptance.talking import datum as random_datum
+from tests.acceptance.talking import learn, logprobs, text_input, train, with_inputs
 from tests.running import Server
 from tinsmith.wire import tinker_pb2
 

@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.bases import datum, image_chunks, random_tokens, renderer, shifted
 from tests.distributed.devices import ROUNDING
 from tests.distributed.members import Member, in_processes
 from tests.extent import amount, slow
+from tests.training.test_replay import random_routes
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError, WorkersLostError
 from tinsmith.memory.pass_memory import Recomputation
@@ -52,6 +54,7 @@ CASES = {
     "experts": ("experts", "images", (4, 8)),
     "full experts": ("experts", "text", (0,)),
     "hybrid experts": ("hybrid experts", "text", (4,)),
+    "followed experts": ("experts", "routes", (4,)),
 }
 """Base, what is trained on, and the LoRA ranks of the models that train at the same time; 0 is all parameters."""
 WITHIN = 1e-5
@@ -73,6 +76,10 @@ def work_of(base: BaseModel, model_id: str, what: str, seed: int, length: int) -
     if what == "images":  # several, one of them cut by the slices of two workers and of three
         chunks = [chunk for part in range(6) for chunk in image_chunks(base, seed + part, length // 6 - 8)]
     rendered = renderer(base).render(chunks)
+    if what == "routes":  # the last tokens choose freely
+        routes = random_routes(base, length, seed)
+        routes[:, -30:] = -1
+        rendered = replace(rendered, routes=routes)
     generator = np.random.default_rng(seed)
     count = len(rendered)
     if what == "many":

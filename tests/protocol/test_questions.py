@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from tinsmith.protocol.questions import (
     Questions,
 )
 from tinsmith.store.recorded_sequences import RecordedSequences
-from tinsmith.store.records import RecordedSequence
+from tinsmith.store.records import RecordedSequence, SequenceRoutes
 from tinsmith.store.store import Store
 from tinsmith.worker.records import AskedRecords
 
@@ -74,6 +75,33 @@ def test_sequences_are_recorded_found_and_forgotten_by_the_engine_with_all_their
                 assert found[name].logprobs.tobytes() == kept.logprobs.tobytes()
         worker.forget_session("s")
         assert worker.find(sequences) == {}
+    records.close()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_experts_are_kept_and_found_by_the_engine_with_all_their_bits(
+    tmp_path: Path, dtype: type[np.integer[Any]]
+) -> None:
+    records = Records(Config(["tiny=unused"], str(tmp_path)))
+    kept = [
+        SequenceRoutes(
+            np.arange(length, dtype=np.int64) - 2**40, np.arange(6 * (length - 1)).reshape(2, -1, 3).astype(dtype)
+        )
+        for length in (1, 4, 30)
+    ]
+    with asking(records.answer) as questions:
+        worker = AskedRecords(questions.ask)
+        worker.put_routes("s:train:0", kept)
+        asked = [each.tokens for each in kept] + [np.arange(3)]
+        found = worker.find_routes("s:train:0", asked)
+        assert found[3] is None
+        for each, ours in zip(kept, found[:3], strict=True):
+            assert ours is not None
+            assert ours.dtype == dtype
+            np.testing.assert_array_equal(ours, each.experts)
+        assert worker.find_routes("s:train:1", asked) == [None] * 4
+        worker.forget_session("s")
+        assert worker.find_routes("s:train:0", asked) == [None] * 4
     records.close()
 
 
