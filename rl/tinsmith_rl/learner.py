@@ -30,6 +30,11 @@ from tinsmith_rl.trajectory import EpisodeId, TrainingSample
 
 log = logging.getLogger(__name__)
 
+REPLAYED = "tinsmith_replay/tokens:mean"
+"""Metric of a Tinsmith server: the share of the tokens that the sampler's experts computed."""
+MEASURED = 8
+"""Samples of a batch whose experts are also chosen freely, to measure what replay spares."""
+
 
 async def warm_up(
     client: tinker.TrainingClient, rollouts: EnvRollouts, warmup: WarmupSection, failures: FailureCounter
@@ -74,6 +79,8 @@ class Learner:
     client: tinker.TrainingClient
     settings: TrainingSection
     reference: tinker.SamplingClient | None
+    replays: bool = False
+    """Whether the server has let experts of the sampler compute a batch (router replay)."""
 
     async def learn(self, groups: Sequence[Group], step: int) -> Metrics:
         """All epochs and substeps of one batch. A substep whose advantages are all zero makes no optimizer step."""
@@ -133,6 +140,8 @@ class Learner:
             list(zip(part, scales([each.sample for each in part], settings.loss_scale), strict=True)) for part in parts
         ]
         useful = [[(each, factor) for each, factor in part if each.advantages.any()] for part in scaled]
+        first = next(filter(None, useful), None)
+        free = None if first is None or not self.replays else self._send_free(first)
         sent = [(part, *self._send(part, step)) for part in useful if part]
         metrics: Metrics = {
             "learning_rate": self._learning_rate(step),
@@ -145,19 +154,38 @@ class Learner:
             metrics |= {f"optimizer/{name}": float(value) for name, value in (updated.metrics or {}).items()}
             if number == 0:  # later parts are computed with weights that the sampler did not have
                 samples = [each.sample for each, _ in part]
-                metrics["kl_sampler_trainer"] = _kl_to_sampler(samples, response_logprobs(output, samples))
+                metrics |= _gap_to_sampler(samples, response_logprobs(output, samples))
+                if REPLAYED in output.metrics:
+                    metrics["replayed_tokens"] = float(output.metrics[REPLAYED])
+                    self.replays = metrics["replayed_tokens"] > 0
+        if free is not None:
+            samples, output = free[0], await free[1]
+            gap = _gap_to_sampler(samples, response_logprobs(output, samples))
+            metrics |= {f"{name}_free": value for name, value in gap.items()}
         if not sent:  # there is no output to compare the sampler with
             samples = [each.sample for each, _ in chain(*scaled)]
-            metrics["kl_sampler_trainer"] = _kl_to_sampler(samples, await self._trainer_logprobs(samples))
+            metrics |= _gap_to_sampler(samples, await self._trainer_logprobs(samples))
         return metrics
 
     async def _trainer_logprobs(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
-        """[r] for each sample: the trainer's logprobs of the response."""
+        """[r] for each sample: the trainer's logprobs of the response.
+
+        The loss, which is 0, compares with the sampler, as do the losses that train: only then experts are replayed.
+        """
         if not samples:
             return []
-        return response_logprobs(
-            await self.client.forward([likelihood_datum(sample) for sample in samples], "cross_entropy"), samples
-        )
+        unweighted = [
+            WeightedSample(sample, np.zeros(len(sample.loss_mask), np.float32), sample.logprobs) for sample in samples
+        ]
+        data = [policy_datum(each, "importance_sampling", 1.0) for each in unweighted]
+        return response_logprobs(await self.client.forward(data, "importance_sampling"), samples)
+
+    def _send_free(
+        self, part: Sequence[tuple[WeightedSample, float]]
+    ) -> "tuple[list[TrainingSample], tinker.APIFuture[tinker.ForwardBackwardOutput]]":
+        """Let routers choose the experts of a few samples, to measure what replay spares."""
+        samples = [each.sample for each, _ in part[:MEASURED]]
+        return samples, self.client.forward([likelihood_datum(sample) for sample in samples], "cross_entropy")
 
     def _send(
         self, part: Sequence[tuple[WeightedSample, float]], step: int
@@ -198,9 +226,11 @@ def weighted_samples(groups: Sequence[Group], settings: TrainingSection) -> list
     return weighted
 
 
-def _kl_to_sampler(samples: Sequence[TrainingSample], scores: Sequence[NDArray[np.float32]]) -> float:
+def _gap_to_sampler(samples: Sequence[TrainingSample], scores: Sequence[NDArray[np.float32]]) -> Metrics:
     masks = [sample.loss_mask for sample in samples]
-    return kl(_masked([sample.logprobs for sample in samples], masks), _masked(scores, masks))
+    sampler, trainer = _masked([sample.logprobs for sample in samples], masks), _masked(scores, masks)
+    furthest = float(np.abs(sampler - trainer).max()) if len(sampler) else 0.0
+    return {"kl_sampler_trainer": kl(sampler, trainer), "gap_sampler_trainer": furthest}
 
 
 def _split(weighted: Sequence[WeightedSample], parts: int) -> list[Sequence[WeightedSample]]:

@@ -316,7 +316,7 @@ def without_shared_expert(decoder: Decoder) -> Decoder:
     """Our decoder without the shared expert of its first layer."""
     mlp = decoder.layers[0].mlp
     assert isinstance(mlp, ExpertMLP)
-    return spoil_first_layer(decoder, mlp=ExpertMLP(mlp.stack, None))
+    return spoil_first_layer(decoder, mlp=replace(mlp, shared_expert=None))
 
 
 WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
@@ -359,6 +359,31 @@ def test_a_decoder_of_ours_that_computes_something_else_is_refused(family_dir: D
     assert base.decoder is not None
     base.decoder = spoil(base.decoder)
     refused(base, f"{TRANSFORMERS}: off by", samples=False, quickly=f"{TRANSFORMERS}: off by")
+
+
+@pytest.mark.parametrize("what", ["router", "experts", "gate and up of experts", "probabilities of experts"])
+def test_wrong_experts_are_found_in_half_precision_too(family_dir: Dir, what: str) -> None:
+    """Where both follow the same experts, so that rounding moves no token to another."""
+    family, spoil = WRONG_DECODERS[what]
+    base = load(family_dir(family), dtype="bfloat16")
+    assert base.decoder is not None
+    base.decoder = spoil(base.decoder)
+    refused(base, f"{TRANSFORMERS}: off by", samples=False, quickly=f"{TRANSFORMERS}: off by")
+
+
+def test_routers_that_choose_otherwise_are_found_in_half_precision_too(
+    family_dir: Dir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which no log-probability shows, as the experts are followed."""
+    base, plain = load(family_dir("qwen3_moe"), dtype="bfloat16"), ExpertStack.route
+
+    def least(stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        least = (h @ stack.router.t()).topk(stack.kind.per_token, largest=False).indices
+        return plain(stack, h, lambda _: choose(least))
+
+    monkeypatch.setattr(ExpertStack, "route", least)
+    reason = "transformers chooses other experts: a share of them: off by"
+    refused(base, reason, samples=False, quickly=reason)
 
 
 def test_a_window_that_we_are_not_told_of_is_refused(family_dir: Dir) -> None:

@@ -103,7 +103,8 @@ def test_other_experts_have_the_values_and_gradients_of_a_loop(family_dir: Any, 
         return loop(own, x, routed(own, x, chosen), chosen, where)
 
     def follow(own: Any, x: Tensor, _: Tensor, chosen: Tensor, where: Any) -> Tensor:
-        return ours(own, x, *own.route(x, lambda free: chosen), where)
+        weights, followed = own.route(x, lambda free: chosen)
+        return ours(own, x, weights, followed, where)
 
     choice = torch.zeros(len(h), stack.kind.per_token, dtype=h.dtype, device=DEVICE), given
     expected, found = (computed(how, stack, h, choice, segments) for how in (hand, follow))

@@ -38,7 +38,7 @@ class Kept:
 
 def datum_of(chunks: list[Chunk], length: int, **inputs: Any) -> Datum:
     ones = np.ones(length, dtype=np.float32)
-    given = {"target_tokens": np.arange(length), "logprobs": -ones, "advantages": ones}
+    given: dict[str, Any] = {"target_tokens": np.arange(length), "logprobs": -ones, "advantages": ones}
     return Datum(chunks, given | inputs)
 
 

@@ -127,6 +127,7 @@ class KeepRoutes(Message):
 
     @property
     def routes(self) -> list[SequenceRoutes]:
+        """Return the sequences and their experts."""
         found, start = [], 0
         for shape in self.shapes:
             tokens = np.frombuffer(self.payload, "<i8", shape[1] + 1, start)
@@ -171,6 +172,7 @@ class Routes(Message):
 
     @property
     def experts(self) -> "list[ExpertIndices | None]":
+        """Return the experts of each sequence; None where nothing was found."""
         found: list[ExpertIndices | None] = []
         start = 0
         for shape in self.shapes:

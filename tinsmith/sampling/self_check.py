@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import linear, softmax
 
 from tinsmith.config import ImagesConfig, SamplingConfig
 from tinsmith.errors import ConfigError, NotFoundError
@@ -36,7 +37,6 @@ from tinsmith.kernels.dispatch import MOST_ROWS, has_triton
 from tinsmith.memory.budget import CacheSizes, blocks_for
 from tinsmith.models.attention import PackedPlan, PassPlan
 from tinsmith.models.base import BaseModel
-from tinsmith.models.decoder import ExpertMLP
 from tinsmith.models.families import positions
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.models.layout import LM_HEAD
@@ -142,6 +142,7 @@ def _check(base: BaseModel, probes: list[Probe], samples: bool) -> None:
     bare = [_logprobs(base, [probe])[0] for probe in _without_heads(followed)]
     allowed = _allowed(base, followed, reference, bare)
     _compare(base, f"{OTHERWISE}{_head_settings(base)}", bare, reference, allowed)
+    _check_routes(base, followed)
     _compare(base, "a sequence depends on others in its packed row", _logprobs(base, followed), alone, allowed)
     check_leaks(base, probes)
     if samples:
@@ -153,6 +154,7 @@ def _check_quickly(base: BaseModel, probes: list[Probe], samples: bool) -> None:
     packed = _logprobs(base, _without_heads(followed))
     allowed = _allowed(base, followed, reference, packed)
     _compare(base, f"{OTHERWISE}{_head_settings(base)}", packed, reference, allowed)
+    _check_routes(base, followed)
     check_leaks(base, probes, quick=True)
     if samples:
         results = _sampled(_sampler(base, probes), probes, _request(1, prompt_logprobs=False, max_tokens=QUICK_ANSWER))
@@ -189,7 +191,7 @@ def _reference(base: BaseModel, probes: Sequence[Probe]) -> tuple[list[Tensor], 
     """Compute the log-probabilities by transformers, and return probes that follow its experts where rounding counts.
 
     In half precision rounding sends some tokens of a mixture to other experts, with which two correct computations are
-    far apart. Raises ConfigError if ours would choose others for more tokens than that explains.
+    far apart.
     """
     choices = [_Choices(base) for _ in probes]
     reference = [
@@ -199,13 +201,17 @@ def _reference(base: BaseModel, probes: Sequence[Probe]) -> tuple[list[Tensor], 
         replace(probe, rendered=_following(base, probe.rendered, noted.experts))
         for probe, noted in zip(probes, choices, strict=True)
     ]
+    return reference, followed
+
+
+def _check_routes(base: BaseModel, followed: Sequence[Probe]) -> None:
+    """Raise ConfigError if our routers would choose other experts than those followed more often than rounding does."""
     for probe in _without_heads(followed):
         if probe.rendered.routes is not None:
             row = pack([probe.rendered], [probe.adapter], base.device)
             plan = RouteCheck(row.lengths, base.device, base.dtype, routes=row.routes)
             base.hidden_states(row, plan)
             refuse("transformers chooses other experts: a share of them", plan.others / plan.all, REROUTED)
-    return reference, followed
 
 
 def _following(base: BaseModel, rendered: RenderedInput, experts: NDArray[Any] | None) -> RenderedInput:
@@ -311,12 +317,12 @@ class _Choices:
         if self.given is None:
             self.noted.append(chosen)
             return output
-        assert self.base.decoder is not None
-        mlp = self.base.decoder.layers[layer].mlp
-        assert isinstance(mlp, ExpertMLP)
         route = torch.from_numpy(self.given[number]).to(chosen)
-        found, chosen = mlp.stack.route(inputs[0].reshape(-1, inputs[0].shape[-1]), lambda _: route)
-        return *others, found.to(weights.dtype), chosen
+        h = inputs[0].reshape(-1, inputs[0].shape[-1])
+        found = softmax(linear(h, gate.weight), dim=-1, dtype=torch.float32).gather(1, route)
+        if self.base.layout.experts[layer].normalized:
+            found = found / found.sum(-1, keepdim=True)
+        return *others, found.to(weights.dtype), route
 
 
 class LayerCheck:

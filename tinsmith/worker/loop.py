@@ -138,7 +138,14 @@ class Worker:
             sampled = local_samplers(self.bases, renderers, config, self.memory)
         records_routes = sampling.recorded_routes_gib > 0
         self.samples = Samples(
-            sampled, self.snapshots, self.rendering, self.images, self.disk, records, self.send, records_routes
+            sampled,
+            self.snapshots,
+            self.rendering,
+            self.images,
+            self.disk,
+            records,
+            self.send,
+            records.put_routes if records_routes else None,
         )
         trained = {
             name: training_base(backends[name], renderers[name], config, self.memory, group) for name in self.bases

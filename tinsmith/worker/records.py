@@ -30,10 +30,6 @@ class SequenceRecords(Protocol):
         """Record sequences by id."""
         ...
 
-    def put_routes(self, run: str, routes: Sequence[SequenceRoutes]) -> None:
-        """Record the experts of sequences that weights of a training run, by its model id, have sampled."""
-        ...
-
     def forget_session(self, session_id: str) -> None:
         """Delete what an ended session has sampled."""
         ...
@@ -63,6 +59,7 @@ class AskedRecords:
         self._ask(KeepSequences.of(sequences))
 
     def put_routes(self, run: str, routes: Sequence[SequenceRoutes]) -> None:
+        """Record the experts of sequences that weights of a training run, by its model id, have sampled."""
         self._ask(KeepRoutes.of(run, routes))
 
     def find_routes(self, run: str, sequences: Sequence[NDArray[np.int64]]) -> list[ExpertIndices | None]:

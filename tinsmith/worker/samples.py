@@ -31,6 +31,9 @@ from tinsmith.worker.spill import Key
 
 log = logging.getLogger(__name__)
 
+PutRoutes = Callable[[str, Sequence[SequenceRoutes]], None]
+"""Records the experts of sequences that weights of a training run, by its model id, have sampled."""
+
 # Answers samples that have ended: with what was sampled, which may be recorded first, or with an error.
 
 
@@ -41,8 +44,7 @@ class SampleResults:
     recorded: SequenceRecords
     disk: Background
     send: Callable[[Message], None]
-    records_routes: bool = False
-    """Whether the experts that computed a training run's samples are recorded."""
+    put_routes: PutRoutes | None = None
     sampled_tokens: int = 0
     """Tokens of all finished requests."""
     finished: int = 0
@@ -83,8 +85,8 @@ class SampleResults:
             routes = [None if each is None else each.arrived() for each in result.routes]
             kept = [each for each in routes if each is not None]
             run = training_run(message.weights_id)
-            if self.records_routes and run and kept:
-                self.recorded.put_routes(run, kept)
+            if self.put_routes and run and kept:
+                self.put_routes(run, kept)
             return _done(message, result, routes if started.wants_routes else ())
 
         def answer(ended: "Future[SampleDone]") -> None:
@@ -142,11 +144,12 @@ class Samples:
         disk: Background,
         recorded: SequenceRecords,
         send: Callable[[Message], None],
-        records_routes: bool = False,
+        put_routes: PutRoutes | None = None,
     ) -> None:
+        """`put_routes` records the experts that computed samples; None where nobody wants them."""
         self.bases = bases
         self.send = send
-        self.results = SampleResults(recorded, disk, send, records_routes)
+        self.results = SampleResults(recorded, disk, send, put_routes)
         self.admission = SampleAdmission(snapshots, rendering, images, disk, self.results.fail)
         snapshots.watchers.append(self._publish)
         snapshots.in_use = self._weights_in_use

@@ -113,6 +113,7 @@ class KVCache:
                     self.free.append(block)
 
     def copy(self, block: int) -> int:
+        """Take a block that holds what this one does."""
         (target,) = self.take(1)
         self.unclean.discard(target)
         self.keys[:, target] = self.keys[:, block]
