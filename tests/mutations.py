@@ -81,6 +81,7 @@ OPTIMIZER = "tests/training/test_optimizer.py"
 LOSSES = "tests/training/test_losses.py"
 CHECKPOINT = "tests/training/test_checkpoint.py"
 EXPORT = "tests/training/test_peft_format.py"
+REPLAY = "tests/training/test_replay.py"
 CAPTURED = "tests/training/test_captured_pass.py"
 BACKEND = "tests/training/test_backend.py"
 CHOOSE = "tests/sampling/test_choose.py"
@@ -355,6 +356,49 @@ MUTATIONS = (
         "torch._foreach_zero_(places)",
         "pass",
         (EXPERTS,),
+    ),
+    # ---- Router replay
+    Mutation(
+        "a token follows the experts of the one before",
+        "tinsmith/models/attention.py",
+        "return torch.where(route < 0, chosen, route.to(chosen.dtype))",
+        "return torch.where(route < 0, chosen, route.roll(1, 0).to(chosen.dtype))",
+        (REPLAY,),
+    ),
+    Mutation(
+        "followed experts have the weights of those that the router would have chosen",
+        "tinsmith/models/experts.py",
+        "weights = probabilities.gather(1, chosen)",
+        "weights = probabilities.topk(self.kind.per_token, dim=-1).values",
+        (REPLAY,),
+    ),
+    Mutation(
+        "a replayed pass follows the experts of the row before",
+        "tinsmith/training/captured_pass.py",
+        "self.routes.fill_(-1)",
+        "pass",
+        (REPLAY,),
+    ),
+    Mutation(
+        "a sequence of several workers chooses its experts freely",
+        "tinsmith/training/parallel/sequence_parallel.py",
+        "return chosen if self.routes is None else followed(self.routes[mixture], chosen)",
+        "return chosen",
+        ("tests/distributed/test_sequences.py",),
+    ),
+    Mutation(
+        "a forked sample has no experts of the end of its prompt",
+        "tinsmith/sampling/local/kv_cache.py",
+        "self.routes[:, target] = self.routes[:, block]",
+        "pass",
+        ("tests/sampling/local/test_routes.py",),
+    ),
+    Mutation(
+        "a datum follows the experts of a sample that ends otherwise",
+        "tinsmith/worker/datums.py",
+        "np.append(datum.measured.identity, datum.targets[-1])",
+        "np.append(datum.measured.identity, 0)",
+        ("tests/worker/test_routes.py",),
     ),
     # ---- Packed sequences
     Mutation(
