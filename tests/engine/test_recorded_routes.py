@@ -48,7 +48,7 @@ def test_the_longest_whole_sequence_of_the_run_is_found() -> None:
 
 
 def test_the_oldest_go_when_the_memory_is_full() -> None:
-    kept = RecordedRoutes(60)
+    kept = RecordedRoutes(3 * 400 + 60)
     kept.put(RUN, [routes(1, 1, 2, 3, 4), routes(2, 2, 2, 3, 4)])
     kept.put(OTHER, [routes(3, 1, 2, 3, 4)])
     kept.put(RUN, [routes(4, 1, 2, 3, 4)])  # replaces the first, and is the newest now
@@ -57,13 +57,13 @@ def test_the_oldest_go_when_the_memory_is_full() -> None:
     kept.put(OTHER, [routes(5, 3, 2, 3)])
     assert marks(kept, RUN, *asked) == [(4, 3), None]
     assert marks(kept, OTHER, asked[0], sequence(3, 2, 3)) == [(3, 3), (5, 2)]
-    kept.put(RUN, [routes(6, *range(40))])
-    assert marks(kept, RUN, *asked, sequence(*range(40))) == [None] * 3
+    kept.put(RUN, [routes(6, *range(240))])
+    assert marks(kept, RUN, *asked, sequence(*range(240))) == [None] * 3
     assert marks(kept, OTHER, asked[0]) == [None]
 
 
 def test_an_ended_session_takes_its_own_along() -> None:
-    kept = RecordedRoutes(60)
+    kept = RecordedRoutes(10 * 410)
     kept.put(RUN, [routes(1, 1, 2)])
     kept.put("t:train:0", [routes(2, 1, 2)])
     kept.forget_session("s")

@@ -19,12 +19,19 @@ from tinsmith.wire.tensors import ExpertIndices
 
 Tokens = NDArray[np.int64]
 
+_RECORD_BYTES = 400
+"""Roughly, beside the array."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Recorded:
     length: int
     """Tokens of the sequence."""
     experts: ExpertIndices
+
+    @property
+    def size(self) -> int:
+        return _RECORD_BYTES + self.experts.nbytes
 
 
 class RecordedRoutes:
@@ -45,9 +52,9 @@ class RecordedRoutes:
             for each in routes:
                 key = run, _digest(each.tokens)
                 self._drop(key)
-                self._kept[key] = _Recorded(len(each.tokens), each.experts)
+                self._kept[key] = kept = _Recorded(len(each.tokens), each.experts)
                 self._lengths.setdefault(run, Counter())[len(each.tokens)] += 1
-                self._bytes += each.experts.nbytes
+                self._bytes += kept.size
             while self._bytes > self._max_bytes:
                 self._drop(next(iter(self._kept)))
 
@@ -77,7 +84,7 @@ class RecordedRoutes:
         gone = self._kept.pop(key, None)
         if gone is not None:
             run, _ = key
-            self._bytes -= gone.experts.nbytes
+            self._bytes -= gone.size
             lengths = self._lengths[run]
             lengths[gone.length] -= 1
             if not lengths[gone.length]:

@@ -150,6 +150,11 @@ class BaseModel:
         names: dict[Any, str] = {module: name for name, module in self.language_model.named_modules()}
         return names[embedding]
 
+    @property
+    def follows_experts(self) -> bool:
+        """Whether it is a mixture of experts whose passes note and follow experts: one that our decoder computes."""
+        return bool(self.layout.experts) and self.decoder is not None
+
     @cached_property
     def head_name(self) -> str:
         """Name of the output projection among full weights: the embedding's, where they are tied."""

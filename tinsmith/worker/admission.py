@@ -257,6 +257,8 @@ class SampleAdmission:
 
 def _measure(renderer: Renderer, message: Sample) -> _Measured:
     request = parse_sample_request(message.payload)
-    if request.rollout_expert_indices and not renderer.base.layout.experts:
-        raise UserError(f"rollout_expert_indices=true, but {renderer.base.name} is no mixture of experts; leave it out")
+    if request.rollout_expert_indices and not renderer.base.follows_experts:
+        raise UserError(
+            f"rollout_expert_indices=true, but {renderer.base.name} has no experts that can be noted; leave it out"
+        )
     return _Measured(replace(message, payload=b""), request, renderer.measure(request.prompt), renderer)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -278,8 +279,9 @@ def local_samplers(
 ) -> dict[str, SamplingBase]:
     """Return samplers that compute with the training weights."""
     sampled: dict[str, SamplingBase] = {}
+    sampling = config.sampling if config.training.trains else replace(config.sampling, recorded_routes_gib=0.0)
     for name, base in bases.items():
-        sampler = LocalSampler(base, config.sampling, config.training.logits_chunk, memory.cache_sizes(name))
+        sampler = LocalSampler(base, sampling, config.training.logits_chunk, memory.cache_sizes(name))
         log.info(
             "%s: the cache of %s (--kv-cache-gib) holds %s",
             name,

@@ -66,7 +66,7 @@ class CheckedDatum:
         """Render the datum. Raises UserError if an image is broken."""
         rendered = self.renderer.render_measured(self.measured)
         replayed = None
-        if self.renderer.base.layout.experts and self.loss.compares:
+        if self.renderer.base.follows_experts and self.loss.compares:
             replayed = 0.0 if self.routes is None else self.routes.shape[1] / len(rendered)
         if self.routes is not None:
             rendered = replace(rendered, routes=_to_length(self.routes, len(rendered)))
@@ -101,7 +101,7 @@ def prepare(
             prepared.append(_prepare_datum(model_id, datum, loss, renderer, recorded))
         except TinsmithError as error:
             raise type(error)(f"datum {index}: {error}") from error
-    if find_routes is None or not loss.compares or not renderer.base.layout.experts:
+    if find_routes is None or not loss.compares or not renderer.base.follows_experts:
         return prepared
     return _with_found(model_id, prepared, find_routes)
 
@@ -161,7 +161,7 @@ def _prepare_datum(
 def _routes(datum: Datum, length: int, base: BaseModel) -> NDArray[np.int16]:
     """Return the experts that a datum brings as [mixtures, tokens, per_token]."""
     values, kind = datum.loss_fn_inputs[ROUTES], base.layout.mixture
-    if kind is None or base.decoder is None:
+    if kind is None or not base.follows_experts:
         raise UserError(f"{ROUTES} is given, but {base.name} has no experts that can be chosen; leave it out")
     if values.dtype != np.int64:
         raise UserError(f"{ROUTES} is {values.dtype}; send numbers of experts as int64")

@@ -136,7 +136,7 @@ class Worker:
             sampled, sleepers = vllm_samplers(self.sampled_bases, renderers, config, link.wake)
         elif sampling.sampler == "local":
             sampled = local_samplers(self.bases, renderers, config, self.memory)
-        records_routes = sampling.recorded_routes_gib > 0
+        records_routes = sampling.recorded_routes_gib > 0 and config.training.trains
         self.samples = Samples(
             sampled,
             self.snapshots,

@@ -92,7 +92,7 @@ class Passes:
     def prepare(self, message: Prepare) -> None:
         """Check an operation, here or in a thread, and answer."""
         self.preparing[message.operation] = message
-        asks = self.find_routes is not None and self.bases[message.base_model].renderer.base.layout.experts
+        asks = self.find_routes is not None and self.bases[message.base_model].renderer.base.follows_experts
         if unpacked_size(message.payload, len(message.payload)) > SMALL_BYTES or message.image_digests or asks:
             session = ids.session_of(message.model_id)
             self.rendering.run(

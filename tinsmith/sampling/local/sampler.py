@@ -43,7 +43,7 @@ class LocalSampler:
         Raises ConfigError if that does not hold one sequence.
         """
         self.base = base
-        self.records_routes = bool(base.layout.experts) and config.recorded_routes_gib > 0
+        self.records_routes = base.follows_experts and config.recorded_routes_gib > 0
         shape = CacheShape(base.layout.layers, base.dtype, base.device, base.layout.experts)
         sizes = sizes or shape.divide(int(config.kv_cache_gib * 2**30) or CPU_CACHE, config.max_running)
         self.cache = KVCache(shape, sizes.blocks)
