@@ -14,7 +14,7 @@ A batch of one row takes the time of reading the weights. On a GPU in half preci
 reads them faster than a library's matrix product, and computes the norm before a layer too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -237,8 +237,8 @@ class RowAdapters(Adapters):
             self._add(y, x, matrices)
         return y
 
-    def route(self, stack: ExpertStack, h: Tensor) -> tuple[Tensor, Tensor]:
-        return route_rows(stack, h)
+    def route(self, stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        return route_rows(stack, h, choose)
 
     def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         matrices = self.experts.get(stack.name)
@@ -295,13 +295,16 @@ def multiply(linear: JoinedLinear, x: Tensor) -> Tensor:
     return one_row.multiply(x, linear.weight, linear.bias)
 
 
-def route_rows(stack: ExpertStack, h: Tensor) -> tuple[Tensor, Tensor]:
+def route_rows(stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Choose the experts of rows h [rows, hidden] of a step as `ExpertStack.route` does; without gradients."""
     if not on_kernels("experts", h):
-        return stack.route(h)
+        return stack.route(h, choose)
     from tinsmith.kernels import experts
 
-    return experts.choose(torch.nn.functional.linear(h, stack.router), stack.kind.per_token, stack.kind.normalized)
+    logits = torch.nn.functional.linear(h, stack.router)
+    weights, chosen = experts.choose(logits, stack.kind.per_token, stack.kind.normalized)
+    followed = choose(chosen)
+    return (weights, chosen) if followed is chosen else stack.route(h, lambda _: followed)
 
 
 def mix_rows(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -319,8 +322,8 @@ class BareRows(Adapters):
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         return multiply(linear, x)
 
-    def route(self, stack: ExpertStack, h: Tensor) -> tuple[Tensor, Tensor]:
-        return route_rows(stack, h)
+    def route(self, stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        return route_rows(stack, h, choose)
 
     def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         return mix_rows(stack, h, weights, chosen)

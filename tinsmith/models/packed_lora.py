@@ -10,7 +10,7 @@ that a layer with LoRA reads and writes its row hardly more often than one witho
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,9 +30,9 @@ class Adapters(ABC):
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """The layer with the adapters of the tokens: x [tokens, in] -> [tokens, out]."""
 
-    def route(self, stack: ExpertStack, h: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, stack: ExpertStack, h: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Choose the experts of tokens h [tokens, hidden]; see `ExpertStack.route`."""
-        return stack.route(h)
+        return stack.route(h, choose)
 
     @abstractmethod
     def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
