@@ -35,6 +35,7 @@ from tests.bases import datum, image_chunks, on_host, random_tokens, renderer
 from tests.distributed.devices import EXACT, EXACT_IN_HALF, ON_GPUS, here
 from tests.distributed.members import Member, in_processes
 from tests.extent import EVERYTHING, amount, slow
+from tests.training.test_replay import random_routes
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError
 from tinsmith.memory.budget import sharded_full_bytes
@@ -95,13 +96,17 @@ FAULTS = {
 
 
 def work_of(base: BaseModel, step: int) -> list[DatumWork]:
-    """Datums of all models in turns: texts, and images if the base takes them."""
+    """Datums of all models in turns: texts, and images if the base takes them; some follow experts if it has any."""
     make = renderer(base)
     inputs: list[list[Chunk]] = [[random_tokens(10 * step + i, 9 + 5 * i)] for i in range(len(OWNERS[0]))]
     if base.family.takes_images:
         for i, (width, height) in IMAGES[step].items():
             inputs[i] = image_chunks(base, 10 * step + i, 8, width=width, height=height)
-    return [datum(tuple(SHAPES)[i % len(SHAPES)], make.render(chunks), seed=i) for i, chunks in enumerate(inputs)]
+    rendered = [make.render(chunks) for chunks in inputs]
+    for i, own in enumerate(rendered):
+        if base.layout.experts and i % 2:
+            rendered[i] = replace(own, routes=random_routes(base, len(own), i))
+    return [datum(tuple(SHAPES)[i % len(SHAPES)], own, seed=i) for i, own in enumerate(rendered)]
 
 
 def share_of(work: Sequence[T], step: int, rank: int, count: int) -> list[T]:
