@@ -111,5 +111,8 @@ def test_experts_are_read_only_where_somebody_wants_them(family_base: Callable[[
     rendered = prompt_of(base, (0, 20))
     for gib, weights, count in ((1.0, adapter, 1), (1.0, None, 0), (0.0, adapter, 0)):
         assert len(Bench(base, recorded_routes_gib=gib).answer(rendered, ask(), weights).routes) == count
+    for tokens, count in ((1, 0), (2, 1)):
+        scored = ask(replace(PARAMS, max_tokens=tokens), prompt_logprobs=True)
+        assert len(Bench(base).answer(rendered, scored, adapter).routes) == count
     tenant = random_adapter(dense, 4, 1, ref=new_ref())
     assert len(Bench(dense).answer(prompt_of(dense, (0, 20)), ask(), tenant).routes) == 0
