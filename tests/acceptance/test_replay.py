@@ -116,6 +116,19 @@ def test_what_others_or_the_base_have_sampled_and_changed_samples_choose_freely(
     assert first.forward(data, "importance_sampling").result().metrics[REPLAYED] == 1.0
 
 
+def test_to_score_tokens_is_not_to_sample_them(service: tinker.ServiceClient) -> None:
+    """Also not the token that is drawn behind a scored prompt, with which a datum may go on."""
+    client = train(service, "experts")
+    ((prompt, answer, logps), _) = sample(client, 1)
+    later = learn(client, [random_datum(text_input(1, 30))]).save_weights_and_get_sampling_client().result()
+    whole = types.ModelInput.from_ints([*prompt.to_ints(), *answer])
+    scored = later.sample(whole, 1, types.SamplingParams(max_tokens=1, stop=[], seed=1), include_prompt_logprobs=True)
+    (drawn,) = scored.result().sequences[0].tokens
+    longer = policy_datum((prompt, [*answer, drawn], [*logps, 0.0]))
+    output = client.forward([longer], "importance_sampling").result()
+    assert output.metrics[REPLAYED] == pytest.approx((whole.length - 1) / whole.length)
+
+
 def asked(server: Server, client: tinker.TrainingClient, prompt: list[int]) -> tinker_pb2.SampledSequence:
     """A sample whose experts are asked for, over plain HTTP."""
     path = client.save_weights_for_sampler("asked").result().path

@@ -38,12 +38,13 @@ class SampledRoutes:
     """The experts that computed one sampled sequence, on their way to the host."""
 
     tokens: NDArray[np.int64]
-    experts: Fetched
+    experts: Sequence[Fetched]
+    """Those of its tokens in pieces."""
 
     def arrived(self) -> SequenceRoutes:
         """Wait until the device has got so far. For any thread."""
-        (experts,) = self.experts.arrived()
-        return SequenceRoutes(self.tokens, experts)
+        pieces = [piece for fetched in self.experts for piece in fetched.arrived()]
+        return SequenceRoutes(self.tokens, np.concatenate(pieces, axis=1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -108,6 +108,11 @@ class SampleRequest:
     rollout_expert_indices: bool = False
     """Return the experts that computed each token."""
 
+    @property
+    def only_scores(self) -> bool:
+        """Whether it asks about its prompt, as compute_logprobs does: the token drawn behind it is no sample."""
+        return bool(self.questions) and self.params.max_tokens == 1
+
     def most_tokens(self, prompt: int, context: int, name: str) -> int:
         """Most tokens to sample behind a prompt of `prompt` tokens.
 

@@ -125,10 +125,12 @@ class KVCache:
         """Write the experts of tokens, `chosen` [tokens, per_token] of a mixture, at `places` [tokens]."""
         self.routes[mixture].flatten(0, 1).index_copy_(0, places, chosen.to(self.routes.dtype))
 
-    def routes_of(self, blocks: Sequence[int], tokens: int) -> Fetched:
-        """Fetch the experts [mixtures, tokens, per_token] of a sequence's first tokens, whose blocks may go then."""
-        own = self.routes.index_select(1, upload(np.array(blocks, dtype=np.int64), self.routes.device))
-        return Fetched([own.flatten(1, 2)[:, :tokens]])
+    def fetch_routes(self, sequence: SequenceState, end: int, blocks: Sequence[int]) -> None:
+        """Fetch the experts of the first tokens of a sequence that has `blocks`, as far as it has not got them."""
+        if end > sequence.routed:
+            own = self.routes.index_select(1, upload(np.array(blocks, dtype=np.int64), self.routes.device))
+            sequence.routes.append(Fetched([own.flatten(1, 2)[:, sequence.routed : end]]))
+            sequence.routed = end
 
     def store(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Write key and value [tokens, kv_heads, head_dim] of a layer at `places` [tokens] (block · BLOCK + offset)."""

@@ -62,7 +62,7 @@ class SequenceOutcomes:
         job = sequence.job
         if job.wants_routes and len(sequence.starts) == 1:
             blocks = sequence.blocks or job.sequences[0].blocks
-            sequence.routes = self.schedule.cache.routes_of(blocks, sequence.length - 1)
+            self.schedule.cache.fetch_routes(sequence, sequence.length - 1, blocks)
 
     def fail(self, job: SampleJob, events: list[SampleEvent], error: Exception) -> None:
         """End a job with the error that it raised; raising it again would keep the tensors of the failed pass."""

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from operator import attrgetter
 
 from tinsmith.memory.budget import BLOCK, blocks_for
+from tinsmith.memory.retries import is_out_of_memory
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.local.states import StateSlots
@@ -63,8 +64,21 @@ class Queues:
 
     def preempt(self, sequence: SequenceState) -> None:
         (self.filling if sequence in self.filling else self.running).remove(sequence)
+        if sequence.job.wants_routes and sequence.tokens:
+            self._keep_routes(sequence)
         self._release(sequence)
         self.waiting.put_back(sequence.job.session, sequence)
+
+    def _keep_routes(self, sequence: SequenceState) -> None:
+        """Keep the experts that gave its tokens: rounding may send what is computed again to others.
+
+        These are recorded where memory has run out, which may be why it is preempted.
+        """
+        try:
+            self.cache.fetch_routes(sequence, min(sequence.stored, sequence.length - 1), sequence.blocks)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
 
     def drop(self, gone: Callable[[SequenceState], bool]) -> None:
         """Forget sequences, wherever they are; their freed blocks stay in the cache for others that begin alike."""

@@ -109,7 +109,8 @@ class LocalSampler:
             topk=request.topk_sample_logprobs,
             seed=seed,
             max_new=self._max_new(request, len(rendered)),
-            wants_routes=request.rollout_expert_indices or (self.records_routes and weights is not None),
+            wants_routes=request.rollout_expert_indices
+            or (self.records_routes and weights is not None and not request.only_scores),
             unfinished=request.num_samples,
         )
         rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)

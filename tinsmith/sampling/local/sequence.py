@@ -112,8 +112,11 @@ class SequenceState:
     keys: list[bytes] = field(default_factory=list)
     """Keys of its first full blocks, as far as they were needed."""
     reason: Literal["stop", "length"] | None = None
-    routes: Fetched | None = None
-    """The experts that computed all but its last token, once it has ended."""
+    routes: list[Fetched] = field(default_factory=list)
+    """The experts that computed its first tokens: as far as their successors were known when it was preempted, and all
+    but those of the last token once it has ended."""
+    routed: int = 0
+    """Number of these tokens."""
 
     @property
     def length(self) -> int:
@@ -182,7 +185,7 @@ class SequenceState:
 
     def sampled_routes(self) -> SampledRoutes | None:
         """Return the experts that computed it, if one version of the weights gave all of its tokens."""
-        if self.routes is None:
+        if len(self.starts) != 1:
             return None
         return SampledRoutes(
             np.concatenate([self.job.rendered.identity, np.array(self.tokens, dtype=np.int64)]), self.routes
