@@ -54,8 +54,8 @@ def pack_experts(source: Path, directory: Path) -> None:
         save_file(tensors, directory / f"model-{number}.safetensors", metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, f"model-{number}.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    del config["dtype"]  # as published
     (directory / "config.json").write_text(json.dumps(config))
 
 

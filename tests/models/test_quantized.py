@@ -261,9 +261,10 @@ def test_it_does_not_matter_how_many_numbers_are_quantized_at_a_time(
     assert all(torch.equal(copy, own.copied()) for copy, own in zip(found, matrices(one), strict=True))
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_in_host_memory_are_the_same(family_dir: Callable[[str], Path], name: str) -> None:
-    directory = family_dir("qwen3_5_moe")
+def test_layers_in_host_memory_are_the_same(family_dir: Callable[[str], Path], name: str, family: str) -> None:
+    directory = family_dir(family)
     there, whole = on_host(directory, device=DEVICE, expert_dtype=name), quantized(directory, name)
     backends, rendered = (
         [backend_with(each, m=4) for each in (there, whole)],
@@ -273,7 +274,8 @@ def test_layers_in_host_memory_are_the_same(family_dir: Callable[[str], Path], n
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
     pairs = zip(*(gradients(backend, "m") for backend in backends), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
-    assert {buffer.device.type for buffer in there.language_model.layers.buffers()} == {"cpu"}
+    layers = there.language_model.layers
+    assert {tensor.device.type for tensor in (*layers.parameters(), *layers.buffers())} == {"cpu"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -139,12 +139,13 @@ def _load_packed(source: str, family: Family, config: Any, settings: dict[str, A
     where it can.
     """
     del config.quantization_config
-    dtype = config.dtype if settings["dtype"] == "auto" else settings["dtype"]
+    if settings["dtype"] == "auto":  # published configurations name none; what is not packed is in bfloat16
+        settings = settings | {"dtype": config.dtype or torch.bfloat16}
     directory = Path(source)
     if not directory.is_dir():  # other formats of the same weights lie in directories beside
         directory = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], ignore_patterns="*/*"))
     files = safetensors_files(directory)
-    tensors: dict[str, Any] = {name: dequantized(packed, dtype) for name, packed in read_packed(files)}
+    tensors: dict[str, Any] = {name: dequantized(packed, settings["dtype"]) for name, packed in read_packed(files)}
     with ExitStack() as opened:
         for file in files:
             each = opened.enter_context(safe_open(file, framework="pt"))

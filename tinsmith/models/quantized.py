@@ -270,9 +270,10 @@ def quantize_experts(
         for name in ("gate_up_proj", "down_proj"):
             weight = getattr(module, name)
             weight = weight if kind.clamped is None else weight.transpose(1, 2)  # [experts, out, in]
-            codes, scales = (torch.cat(parts).to(home) for parts in zip(*_in_parts(weight, form), strict=True))
+            codes, scales = (torch.cat(parts) for parts in zip(*_in_parts(weight, form), strict=True))
             delattr(module, name)
             setattr(module, name, QuantizedParameter(form, codes, scales, scratch))
+        module.to(home)  # biases too
 
 
 def _in_parts(weight: Tensor, form: Format) -> Iterator[tuple[Tensor, Tensor]]:
