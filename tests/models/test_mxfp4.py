@@ -74,8 +74,8 @@ def test_all_parameters_have_the_bits_that_transformers_gives_them(packed: Path,
     ours = dict(base.network.named_parameters())
     for name, parameter in theirs.items():
         own = ours[name]
-        assert own.dtype == parameter.dtype
-        assert torch.equal(own, parameter), name
+        assert own.dtype == getattr(torch, dtype)
+        assert torch.equal(own, parameter.to(own.dtype)), name  # transformers 5.17 has experts in bfloat16 always
     assert base.eos_token_ids() == load(packed.parent / "model", device="cpu").eos_token_ids()
 
 
@@ -96,7 +96,7 @@ def test_it_trains_as_transformers_computes_it(packed: Path) -> None:
     backend = LocalBackend(base, TrainingConfig())
     backend.create_model("m", LoraShape(4, seed=0))
     (result,) = compute(backend, [datum("m", rendered)])
-    twin = transformers_model(packed, quantization_config=Mxfp4Config(dequantize=True))
+    twin = transformers_model(packed, quantization_config=Mxfp4Config(dequantize=True)).float()
     expected = twin_logprobs(twin, base, rendered, shifted(rendered)).detach().numpy()
     np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
 
