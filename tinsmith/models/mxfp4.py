@@ -19,8 +19,8 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the names of both tensors."""
 METHOD = "mxfp4"
 """What a configuration calls it (`quant_method`)."""
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What three of the bits stand for; the highest is the sign."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Numbers of the codes 0 to 7; from 8 they are negative."""
 BIAS = 127
 """Of the exponents."""
 
@@ -72,7 +72,7 @@ def dequantized(packed: Packed, dtype: torch.dtype) -> Tensor:
     """The parameter [experts, in, out], with the bits that transformers gives it."""
     blocks, scales = packed
     experts, outputs, groups, width = blocks.shape
-    signed = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype, device=blocks.device)
+    signed = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=dtype, device=blocks.device)
     found = torch.empty(experts, groups * 2 * width, outputs, dtype=dtype, device=blocks.device)
     for own, bits, exponents in zip(found, blocks, scales, strict=True):  # one by one: all of their numbers are large
         numbers = signed[torch.stack([bits & 15, bits >> 4], -1).flatten(-2).int()]  # [out, groups, 32]

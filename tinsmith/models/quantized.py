@@ -28,6 +28,7 @@ from tinsmith.kernels.device import move_weights
 from tinsmith.kernels.dispatch import with_kernel
 from tinsmith.models.layers import Experts
 from tinsmith.models.layout import Layout
+from tinsmith.models.mxfp4 import E2M1
 
 E4M3_MOST = 448.0
 """The largest number of e4m3."""
@@ -40,8 +41,6 @@ NORMAL = (
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 """The code book of NF4."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Numbers of the codes 0 to 7 of MXFP4; from 8 they are negative."""
 
 
 @dataclass(frozen=True)
