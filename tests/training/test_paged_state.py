@@ -22,6 +22,7 @@ from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.memory.budget import most_models, paged_out_at_most
 from tinsmith.models.base import BaseModel
+from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import DatumWork, LocalBackend
@@ -204,6 +205,38 @@ def test_a_snapshot_stays_as_it_is_while_its_model_is_away(text_base: BaseModel)
         logprobs(backend, [work_of(text_base, name, 2)])
         backend.optim_step(name, STEP)
         assert all(torch.equal(*pair) for pair in zip((frozen.flat, frozen.flat_working), before, strict=True))
+
+
+def test_a_snapshot_of_what_has_not_changed_is_no_second_copy(text_base: BaseModel) -> None:
+    """Nor does it bring a model back. A step, a load and a model of the same name make another one."""
+    backend = backend_with_room(text_base, 1)
+    refs = [new_ref() for _ in range(5)]
+    first = backend.snapshot("a", refs[0])
+    assert on_device(backend) == "a"
+    backend.snapshot("b", new_ref())
+    again = backend.snapshot("a", refs[1])
+    assert on_device(backend) == "b"
+    assert isinstance(first, Adapter)
+    assert isinstance(again, Adapter)
+    assert again.flat is first.flat
+    assert again.flat_working is first.flat_working
+    assert (first.ref, again.ref) == (refs[0], refs[1])
+    logprobs(backend, [work_of(text_base, "a", 1)])
+    backend.optim_step("a", STEP)
+    stepped = backend.snapshot("a", refs[2])
+    assert_apart(backend, "a", stepped, first)
+    backend.restore("a", backend.copy_state("c", optimizer=False))
+    loaded = backend.snapshot("a", refs[3])
+    assert_apart(backend, "a", loaded, stepped)
+    backend.create_model("a", LoraShape(4, 7))
+    assert_apart(backend, "a", backend.snapshot("a", refs[4]), loaded)
+
+
+def assert_apart(backend: LocalBackend, name: str, found: Weights, before: Weights) -> None:
+    """It has the numbers of the model, and not those of the snapshot before."""
+    now, own, former = (each.tensors() for each in (found, backend.optimizers[name].weights, before))
+    assert all(torch.equal(a, b) for a, b in zip(now, own, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(now, former, strict=True))
 
 
 @pytest.mark.parametrize("number", range(1, 5))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -56,6 +57,8 @@ class LocalBackend:
         self.group = group
         self.config = config
         self.optimizers = LoadedModels()
+        self.frozen = WeakValueDictionary[str, Adapter]()
+        """The last snapshot of each model that has not changed since and whose snapshot is still there."""
         self.memory = ModelMemory(base, config, self.optimizers)
         self.memory.captured.possible &= not eager
         self.passes = PassRunner(self.memory, config, self.optimizers)
@@ -84,6 +87,7 @@ class LocalBackend:
     def _drop(self, model_id: str) -> Optimizer | None:
         """Forget a model, and return it if it was there."""
         optimizer = self.optimizers.pop(model_id, None)
+        self.frozen.pop(model_id, None)
         self.memory.pager.forget(optimizer)
         return optimizer
 
@@ -110,6 +114,7 @@ class LocalBackend:
         if self.group is not None:  # one that has no such model would let the others wait for its gradients
             self.group.agree(model_id in self.optimizers, f"whether model {model_id} is there")
         optimizer = self.optimizers[model_id]
+        self.frozen.pop(model_id, None)
         try:
             self._bring_to_step(optimizer)
             with threads_for_step(optimizer.weights.parameter_count):
@@ -143,15 +148,24 @@ class LocalBackend:
             self.memory.pager.freed()
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
-        """Copy the model's weights, to sample from under the identity `ref`: later steps do not change the copy."""
+        """Copy the model's weights, to sample from under the identity `ref`: later steps do not change the copy.
+
+        A LoRA model that has not changed since its last snapshot is not copied again.
+        """
         weights = self.optimizers[model_id].weights
+        if (last := self.frozen.get(model_id)) is not None:
+            self.frozen[model_id] = last = last.under(ref)
+            return last
         self.memory.pager.bring([self.optimizers[model_id]])
         if isinstance(weights, FullWeights):
             size = snapshot_bytes(weights.parameter_count, weights.dtype)
             self.memory.require("a snapshot of full weights", size, self.base.device)
         else:
             self.memory.pager.make_way(weights.nbytes)
-        return weights.snapshot(ref)
+        copied = weights.snapshot(ref)
+        if isinstance(copied, Adapter):
+            self.frozen[model_id] = copied
+        return copied
 
     def help_to_snapshot(self, model_id: str) -> None:
         """Give the worker that samples what its `snapshot` needs of this one; nothing here."""
