@@ -76,8 +76,8 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     remedies = " or ".join(filter(None, (largest, plan.advice)))
     none = "none fits beside all of that" + (f", one does with {remedies}" if remedies else "")
     fit = f"{adapters.fit:,} train at once beside all of that"
-    if adapters.in_all > adapters.fit:
-        fit += f", {adapters.in_all:,} in turns with those in host memory (--paged-state-share)"
+    if adapters.in_turns > adapters.fit:
+        fit += f", {adapters.in_turns:,} in turns with those in host memory (--paged-state-share)"
     yield "adapters" if plan.rank else "models of rank 0", f"{fit if adapters.fit else none}; {each}"
     yield from _full_lines(plan.full_parameters)
     yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"

@@ -129,6 +129,18 @@ class BasePlan:
         return int(training.paged_state_share * self.place.host_free) if self.place.on_gpu and training.trains else 0
 
     @property
+    def fit(self) -> int:
+        """Number of models of the planned rank that train beside weights, cache and a full pass."""
+        return self.state_room // self.model.training
+
+    @property
+    def in_turns(self) -> int:
+        """Number of them that train with those that wait in host memory."""
+        if not self.config.training.planned_rank:
+            return self.fit
+        return most_models(self.model.training, self.state_room, self.paged_room)
+
+    @property
     def longest(self) -> int:
         """The longest sequence that trains on one worker beside everything else, in tokens; 0 if none does."""
         return self._longest(self.passes, self.sizes.max_context)
@@ -288,7 +300,7 @@ class AdaptersPlan:
     snapshot_bytes: int
     fit: int
     """Number that fits beside weights, cache and a pass that recomputes its layers."""
-    in_all: int
+    in_turns: int
     """Number that trains with those that wait in host memory (--paged-state-share)."""
 
 
@@ -397,9 +409,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     cache = _cache_of(planned)
     tokens, chunk = config.training.tokens_per_pass, config.training.logits_chunk
     longest, together = planned.longest, planned.together
-    beside = planned.state_room
-    fit = beside // planned.model.training
-    in_all = most_models(planned.model.training, beside, planned.paged_room) if rank else fit
+    beside, fit = planned.state_room, planned.fit
     full = None
     if sizes.expert_format is None:
         parts = sizes.full(state)
@@ -421,7 +431,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         largest_pass_tokens=passes.longest(chunk, planned.budget.passes, 0, tokens),
         recomputed_layers=planned.recomputation.recompute,
         cache=cache,
-        adapters=AdaptersPlan(planned.model.training, planned.model.snapshot, fit, in_all),
+        adapters=AdaptersPlan(planned.model.training, planned.model.snapshot, fit, planned.in_turns),
         full_parameters=full,
         longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context", together),
         advertised_context=_advertised(config, sizes.max_context, cache, together),

@@ -4,8 +4,8 @@ A pass, a step, a snapshot or a copy first brings the models that it needs (`Sta
 those that were used least recently are paged out: masters, moments and accumulated gradients travel, and the working
 copies, which masters become when they are rounded, are made anew.
 
-All tensors and the views of them stay the same objects: what is paged out has a storage without memory. Whoever used it
-all the same would fail, and could not read numbers of another time.
+All tensors and the views of them stay the same objects: what is paged out has a storage without memory. Code that used
+it all the same would fail, and could not read numbers of another time.
 
 On a GPU a stream of its own copies from and to pinned memory, beside the pass that the device computes meanwhile. What
 it allocates comes from what it has freed before, in the order of that stream. So it must wait for the other stream
