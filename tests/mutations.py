@@ -82,6 +82,7 @@ LOSSES = "tests/training/test_losses.py"
 CHECKPOINT = "tests/training/test_checkpoint.py"
 EXPORT = "tests/training/test_peft_format.py"
 REPLAY = "tests/training/test_replay.py"
+PAGED = "tests/training/test_paged_state.py"
 CAPTURED = "tests/training/test_captured_pass.py"
 BACKEND = "tests/training/test_backend.py"
 CHOOSE = "tests/sampling/test_choose.py"
@@ -112,6 +113,27 @@ MUTATIONS = (
         '        raise TypeError("the gradients of weights',
         '        return self.layer(index), ()\n        raise TypeError("the gradients of weights',
         ("tests/models/test_host_layers.py",),
+    ),
+    Mutation(
+        "working copies of a model that comes back to the device are what lay there before",
+        "tinsmith/training/paged_state.py",
+        "            model.weights.refresh()\n",
+        "",
+        (PAGED,),
+    ),
+    Mutation(
+        "gradients that wait for their step are lost when their model is paged out",
+        "tinsmith/training/paged_state.py",
+        "        model.on_host = pieces\n",
+        "        model.on_host = pieces\n        model.optimizer.accumulator.totals = None\n",
+        (PAGED,),
+    ),
+    Mutation(
+        "a snapshot after a step is the one before it",
+        "tinsmith/training/backend.py",
+        "        self.frozen.pop(model_id, None)\n        try:\n",
+        "        try:\n",
+        (PAGED,),
     ),
     Mutation(
         "a captured pass computes with the adapter of the pass before",

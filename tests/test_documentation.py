@@ -67,6 +67,7 @@ WITHOUT_UNIT = {
 WITHOUT_UNIT |= {
     "memory_share",
     "kept_copies_share",
+    "paged_state_share",
     "planned_rank",
     "grad_clip_norm",
     "kl_coefficient",

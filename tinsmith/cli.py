@@ -212,7 +212,7 @@ _PLAN_OPTIONS = [
 ]
 _PLANNED = (
     *("dtype", "expert_dtype", "memory_share", "max_context", "tokens_per_pass", "logits_chunk", "planned_models"),
-    *("full_state", "sampler", "kv_cache_gib", "snapshot_gib", "max_running", "workers", "shard"),
+    *("paged_state_share", "full_state", "sampler", "kv_cache_gib", "snapshot_gib", "max_running", "workers", "shard"),
 )
 """Settings of a server that matter for a plan."""
 

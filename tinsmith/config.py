@@ -300,6 +300,15 @@ class TrainingConfig:
         "compact-host, the same, with all that a pass does not need in host memory",
         choices=("float32", "compact", "compact-host"),
     )
+    paged_state_share: float = setting(
+        0.25,
+        "Share of the host memory that is free at the start, in which LoRA models wait while a GPU has no room for "
+        "their training state; those that were used least recently leave it. 0 keeps all on the GPU. "
+        "At most half, as inputs of layers may take the other",
+        "",
+        0,
+        0.5,
+    )
     ended_model_ttl_s: float = setting(
         604800.0, "How long to keep the checkpoint of a model that the server has unloaded", "seconds", 0.1
     )

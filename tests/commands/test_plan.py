@@ -230,6 +230,28 @@ def test_what_fits_into_a_gpu_follows_from_its_memory(model: str) -> None:
     assert (small["fits"], small["adapters"]["fit"], small["longest_sequence"]["tokens"]) == (False, 0, 0)
 
 
+def test_more_adapters_train_in_turns_with_those_that_wait_in_host_memory(model: str) -> None:
+    """Of a host with as much memory as the GPU. One that comes back may have to wait for the largest to leave."""
+    options = (model, "--memory-gib", "80", "--kv-cache-gib", "40")
+    passes, chunk = size_of(model, ModelsConfig(device="cpu", dtype="bfloat16")).passes, TrainingConfig().logits_chunk
+
+    def adapters(*more: str) -> tuple[int, int]:
+        found = planned(*options, *more)["adapters"]
+        return found["fit"], found["in_turns"]
+
+    whole = planned(*options)
+    left = 80 * GIB - whole["weight_bytes"] - whole["reserve_bytes"] - 40 * GIB
+    room, each = left - passes.bytes(whole["pass_tokens"], chunk, passes.smallest), whole["adapters"]["bytes_each"]
+    fit = room // each
+    assert adapters() == (fit, (room + 20 * GIB) // each - 1)
+    assert adapters("--paged-state-share", "0.5") == (fit, (room + 40 * GIB) // each - 1)
+    assert adapters("--paged-state-share", "0") == (fit, fit)
+    full = planned(model, "--memory-gib", "200", "--rank", "0")["adapters"]
+    assert full["in_turns"] == full["fit"] > 0
+    said = f"{fit:,} train at once beside all of that, {(room + 20 * GIB) // each - 1:,} in turns with those in host"
+    assert said in plan(*options)
+
+
 def test_a_cache_of_automatic_size_takes_what_training_leaves(model: str) -> None:
     sizes = size_of(model, ModelsConfig(device="cpu", dtype="bfloat16"))
     adapter, passes = sizes.model(32), sizes.passes

@@ -24,6 +24,7 @@ from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.paged_state import StatePager
 from tinsmith.training.parallel import all_reduce
 from tinsmith.training.parallel.all_reduce import all_reduce_step
 from tinsmith.training.parallel.joint_work import JointWork
@@ -290,6 +291,43 @@ def test_a_step_that_one_cannot_take_is_refused_on_all(member: Member) -> None:
         again = all_reduce_step(optimizer, SETTINGS, member.group)["grad_norm"]
         assert member.of_all(again) == [again, again]
         assert again > 0
+
+
+@in_processes(2)
+def test_a_step_of_a_model_that_one_worker_cannot_bring_back_is_refused_on_all(member: Member) -> None:
+    """And the next one is taken by all. Which models are away differs from worker to worker."""
+    base = member.base("text")
+    backend = LocalBackend(base, TrainingConfig(logits_chunk=64), member.group)
+    size = backend.memory.lora_bytes(LoraShape(4, 0)).training
+    backend.memory.pager = StatePager(base.device, size, host_room=2**30)
+    for seed, name in enumerate("ab"):
+        backend.create_model(name, LoraShape(4, seed))
+    model, other = (backend.optimizers[name] for name in "ab")
+    assert isinstance(model, ModelOptimizer)
+    backend.memory.pager.bring([model])
+    before = state(model)
+    for attempt in range(2):
+        backend.memory.pager.bring([model])
+        accumulate(model, member.rank, 0)
+        backend.memory.pager.bring([model if member.rank == 0 else other])
+        assert backend.memory.pager.is_on_device(model) == (member.rank == 0)
+        if attempt == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                if member.rank == 1:
+                    patch.setattr(StatePager, "_page_in", _out_of_memory)
+                with pytest.raises(TinsmithError, match="worker 1 of 2: CUDA out of memory"):
+                    backend.optim_step("a", SETTINGS)
+            assert model.accumulator.totals is None
+            backend.memory.pager.bring([model])
+            assert same(before, state(model))
+        else:
+            assert backend.optim_step("a", SETTINGS)["grad_norm"] > 0
+    masters = member.of_all(model.weights.buffers()[0])
+    assert torch.equal(masters[0], masters[1])
+
+
+def _out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 @in_processes(2)

@@ -94,7 +94,7 @@ class WorkerHere:
         """Whether to do nothing that needs the device, as while something takes long on it."""
         self.end: str | None = None
         """Why it has ended, once it has."""
-        self.status = Status([], [{"pid": 0, "device": "cpu", "state": "ready"}], 0, 0, 0, 0, {}, {})
+        self.status = Status([], [{"pid": 0, "device": "cpu", "state": "ready"}], 0, 0, 0, 0, {}, {}, {})
         self.count, self.busy_s, self.wait_s = 1, 0.0, float("inf")
         self.start()
         self.models: dict[str, ModelFacts] = {facts.name: facts for facts in self.worker.facts()}

@@ -14,9 +14,13 @@ import torch
 from tests.bases import DEVICE, datum, image_chunks, load, random_tokens, renderer
 from tests.training.test_backend import STEP, assert_same, backend_with, compute, gradients
 from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import Adapter
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training import captured_pass
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.captured_pass import PATIENCE, CapturedPasses
+from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.paged_state import StatePager
 
 
 def replaying(base: BaseModel, **ranks: int) -> LocalBackend:
@@ -65,6 +69,26 @@ def test_replayed_passes_are_those_that_are_not(base: BaseModel) -> None:
         for one in (backend, plain):  # the next row is computed with newer weights
             one.optim_step(model, STEP)
     assert [kind.tokens for kind in backend.memory.captured.passes] == [256]
+
+
+def test_replayed_passes_follow_adapters_that_were_paged_out(base: BaseModel) -> None:
+    """What comes back lies elsewhere than where it was captured."""
+    backend, plain = replaying(base, a=4, b=4), backend_with(base, a=4, b=4)
+    memory, shape = backend.memory, LoraShape(4, 0)
+    memory.pager = StatePager(base.device, memory.lora_bytes(shape).training, host_room=2**30)
+    for optimizer in backend.optimizers.values():
+        assert isinstance(optimizer, ModelOptimizer)
+        assert isinstance(optimizer.weights, Adapter)
+        memory.pager.add(optimizer, optimizer.weights, memory.lora_bytes(shape))
+    memory.pager.leave_only([backend.optimizers["a"]])
+    for number, model in enumerate("a" * PATIENCE + "baab"):
+        work = work_of(base, model, 40, 60 - number, seed=10 * number)
+        for found, wanted in zip(compute(backend, work), compute(plain, work), strict=True):
+            np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=BOUND, atol=BOUND)
+        for one in (backend, plain):
+            one.optim_step(model, STEP)
+    assert memory.pager.page_ins == 3
+    assert len(memory.captured.passes) == 1
 
 
 def test_other_passes_are_computed_as_they_are(base: BaseModel, vision_base: BaseModel) -> None:

@@ -211,8 +211,13 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
         yield from cached
         if config.training.trains:
             model = planned.model
+            many = f"; {planned.fit:,} train at once" if planned.place.on_gpu else ""
+            if planned.in_turns > planned.fit:
+                many += f", {planned.in_turns:,} in turns with those in host memory (--paged-state-share)"
             yield Finding(
-                "  one more trained model", "ok", f"{size_text(model.training)}; a snapshot {size_text(model.snapshot)}"
+                "  one more trained model",
+                "ok",
+                f"{size_text(model.training)}; a snapshot {size_text(model.snapshot)}{many}",
             )
         else:
             yield Finding(

@@ -75,10 +75,10 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     largest = f"--tokens-per-pass {plan.largest_pass_tokens}" if plan.largest_pass_tokens else None
     remedies = " or ".join(filter(None, (largest, plan.advice)))
     none = "none fits beside all of that" + (f", one does with {remedies}" if remedies else "")
-    yield (
-        "adapters" if plan.rank else "models of rank 0",
-        f"{f'{adapters.fit:,} train at once beside all of that' if adapters.fit else none}; {each}",
-    )
+    fit = f"{adapters.fit:,} train at once beside all of that"
+    if adapters.in_turns > adapters.fit:
+        fit += f", {adapters.in_turns:,} in turns with those in host memory (--paged-state-share)"
+    yield "adapters" if plan.rank else "models of rank 0", f"{fit if adapters.fit else none}; {each}"
     yield from _full_lines(plan.full_parameters)
     yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"
     if longest.together > longest.tokens:

@@ -78,6 +78,12 @@ def print_status(status: dict[str, Any], console: Console) -> None:
     console.print(Text(f"engine memory: {memory or 'not reported yet'}"))
     graphs = ", ".join(f"{count:,} {kind}" for kind, count in status["graphs"].items())
     console.print(Text(f"graphs of operations: {graphs or 'not reported yet'}"))
+    if paging := status.get("paging"):
+        console.print(
+            f"LoRA models: {paging['on_device']:,} on the device, {paging['in_host_memory']:,} in host memory "
+            f"({paging['host_bytes'] / 2**20:,.0f} MiB); {paging['page_ins']:,} page-ins and "
+            f"{paging['page_outs']:,} page-outs took {paging['milliseconds'] / 1000:,.1f} s"
+        )
 
 
 def _base(base: dict[str, Any]) -> tuple[str, ...]:

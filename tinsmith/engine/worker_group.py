@@ -99,6 +99,7 @@ class WorkerGroup:
             sampled_tokens=sum(worker.sampled_tokens for worker in self.workers),
             memory=_sums([each.memory for each in of_workers]),
             graphs=_sums([each.graphs for each in of_workers]),
+            paging=_sums([each.paging for each in of_workers]),
         )
 
     @property

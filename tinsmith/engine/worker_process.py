@@ -22,7 +22,7 @@ from tinsmith.protocol.work import WorkerReady, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-NO_STATUS = WorkerStatus(0, 0, 0, {}, {})
+NO_STATUS = WorkerStatus(0, 0, 0, {}, {}, {})
 
 WORKER = (sys.executable, "-P", "-m", "tinsmith.worker")
 """The program that a worker is."""

@@ -11,6 +11,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory
 from tinsmith.models.full import FullState
 from tinsmith.models.layers import Attention, DeltaNet, Experts, LayerKind
+from tinsmith.models.layout import Layout
+from tinsmith.protocol.shapes import LoraShape
 
 GIB = 2**30
 CPU_CACHE = 2 * GIB
@@ -92,6 +94,31 @@ class ModelBytes:
     """Bytes of it that wait in host memory (compact-host)."""
 
 
+def lora_bytes(layout: Layout, shape: LoraShape, dtype: torch.dtype) -> ModelBytes:
+    """Return the bytes of a LoRA model of this shape on a base in `dtype`."""
+    numbers = layout.lora_parameters(shape)
+    # float32 masters, and copies that passes read
+    frozen = numbers * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
+    # Gradients of a pass, until they are added: of most adapters they are nothing beside the pass.
+    of_experts = shape.rank * sum(target.width for target in layout.covered(shape).values() if target.experts)
+    return ModelBytes(frozen + numbers * 3 * 4 + of_experts * dtype.itemsize, frozen)
+
+
+def paged_out_at_most(sizes: Sequence[int], room: float) -> float:
+    """Return the most bytes of models of these sizes that are ever paged out, of which a device has room for `room`.
+
+    They leave it one by one until those fit that are needed, so what stays may be short of the room by the largest.
+    """
+    total = sum(sizes)
+    return min(total - room + max(sizes), total - min(sizes)) if total > room else 0
+
+
+def most_models(size: int, room: int, host: int) -> int:
+    """Return how many models of that size a device with `room` bytes and its host train: see `paged_out_at_most`."""
+    fit = room // size
+    return max(fit, host // size + 1, (host + room) // size - 1) if fit else 0
+
+
 @dataclass(frozen=True)
 class Budget:
     """Memory that one base model may use beside its weights."""
@@ -102,6 +129,8 @@ class Budget:
     """Bytes left to a pass beside one trained model: negative if that model does not fit, 0 if nothing is trained."""
     host: int = 0
     """Bytes of host memory that the model takes."""
+    beside_caches: int = 0
+    """Bytes left to models in training and their passes."""
 
 
 def full_state(config: TrainingConfig) -> FullState:
@@ -133,7 +162,8 @@ def divide_memory(free: int, bases: int, model: ModelBytes, passes: PassMemory, 
         cache = int(sampling.kv_cache_gib * GIB) or (
             _what_is_left(free, model, passes, config) // bases if on_gpu else CPU_CACHE
         )
-    return Budget(cache, int(FREE_SHARE * (free - bases * cache)) - model.training, model.host)
+    beside = free - bases * cache
+    return Budget(cache, int(FREE_SHARE * beside) - model.training, model.host, beside)
 
 
 def _what_is_left(free: int, model: ModelBytes, passes: PassMemory, config: Config) -> int:

@@ -22,6 +22,7 @@ from tinsmith.memory.budget import (
     computes_together,
     divide_memory,
     full_state,
+    most_models,
     reserve_of,
 )
 from tinsmith.memory.pass_memory import PassMemory, Recomputation
@@ -113,6 +114,31 @@ class BasePlan:
         return self.passes.bytes(
             self.config.training.tokens_per_pass, self.config.training.logits_chunk, self.recomputation
         )
+
+    @property
+    def state_room(self) -> int:
+        """Bytes for the state of models in training, beside a full pass that recomputes its layers."""
+        training = self.config.training
+        least = self.passes.bytes(training.tokens_per_pass, training.logits_chunk, self.passes.smallest)
+        return max(0, self.budget.beside_caches - least)
+
+    @property
+    def paged_room(self) -> int:
+        """Bytes of host memory for LoRA models that the device has no room for (--paged-state-share)."""
+        training = self.config.training
+        return int(training.paged_state_share * self.place.host_free) if self.place.on_gpu and training.trains else 0
+
+    @property
+    def fit(self) -> int:
+        """Number of models of the planned rank that train beside weights, cache and a full pass."""
+        return self.state_room // self.model.training
+
+    @property
+    def in_turns(self) -> int:
+        """Number of them that train with those that wait in host memory."""
+        if not self.config.training.planned_rank:
+            return self.fit
+        return most_models(self.model.training, self.state_room, self.paged_room)
 
     @property
     def longest(self) -> int:
@@ -274,6 +300,8 @@ class AdaptersPlan:
     snapshot_bytes: int
     fit: int
     """Number that fits beside weights, cache and a pass that recomputes its layers."""
+    in_turns: int
+    """Number that trains with those that wait in host memory (--paged-state-share)."""
 
 
 @dataclass(frozen=True)
@@ -381,8 +409,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     cache = _cache_of(planned)
     tokens, chunk = config.training.tokens_per_pass, config.training.logits_chunk
     longest, together = planned.longest, planned.together
-    beside = _beside_pass(planned)
-    fit = beside // planned.model.training
+    beside, fit = planned.state_room, planned.fit
     full = None
     if sizes.expert_format is None:
         parts = sizes.full(state)
@@ -404,7 +431,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         largest_pass_tokens=passes.longest(chunk, planned.budget.passes, 0, tokens),
         recomputed_layers=planned.recomputation.recompute,
         cache=cache,
-        adapters=AdaptersPlan(planned.model.training, planned.model.snapshot, fit),
+        adapters=AdaptersPlan(planned.model.training, planned.model.snapshot, fit, planned.in_turns),
         full_parameters=full,
         longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context", together),
         advertised_context=_advertised(config, sizes.max_context, cache, together),
@@ -415,21 +442,13 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     )
 
 
-def _beside_pass(planned: BasePlan) -> int:
-    """Bytes that weights, cache and a pass that recomputes its layers leave."""
-    training, place = planned.config.training, planned.place
-    left = beside_weights(place.free - place.reserve, [planned.sizes], planned.config) - planned.budget.cache
-    smallest = planned.passes.smallest
-    return max(0, left - planned.passes.bytes(training.tokens_per_pass, training.logits_chunk, smallest))
-
-
 def _advice(planned: BasePlan) -> str | None:
     """The setting with which an adapter fits; None if there is none."""
     smaller = planned.sizes.with_fp8
     if smaller is None or not planned.config.training.planned_rank:
         return None
     with_it = plan_base(smaller, (), planned.place, planned.config, planned.workers)
-    return "--expert-dtype fp8" if _beside_pass(with_it) >= with_it.model.training else None
+    return "--expert-dtype fp8" if with_it.state_room >= with_it.model.training else None
 
 
 def _cache_of(planned: BasePlan) -> CachePlan | None:

@@ -8,7 +8,7 @@ import torch
 
 from tinsmith.config import Config, ModelsConfig
 from tinsmith.errors import ConfigError
-from tinsmith.memory.budget import FullBytes, ModelBytes, full_bytes, sharded_full_bytes, snapshot_bytes
+from tinsmith.memory.budget import FullBytes, ModelBytes, full_bytes, lora_bytes, sharded_full_bytes, snapshot_bytes
 from tinsmith.memory.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.base import BaseModel, pick_device, pick_dtype
 from tinsmith.models.batched_lora import most_columns
@@ -85,12 +85,7 @@ class Sizes:
         if rank == 0:
             full = self.full(state)
             return ModelBytes(full.device, snapshot_bytes(self.language_parameters, self.dtype), full.host)
-        numbers = self.layout.lora_parameters(LoraShape(rank, seed=0))
-        # float32 masters, and copies that passes read
-        frozen = numbers * (4 if self.dtype == torch.float32 else 4 + self.dtype.itemsize)
-        # Gradients of a pass, until they are added: of most adapters they are nothing beside the pass.
-        of_experts = rank * sum(target.width for target in self.layout.targets.values() if target.experts)
-        return ModelBytes(frozen + numbers * 3 * 4 + of_experts * self.dtype.itemsize, frozen)
+        return lora_bytes(self.layout, LoraShape(rank, seed=0), self.dtype)
 
     def full(self, state: FullState) -> FullBytes:
         """Return the bytes of training all parameters; with sharded layers those of one worker, in float32."""

@@ -6,6 +6,7 @@ joined: nothing is masked by multiplication, so a NaN in one model cannot reach 
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -151,6 +152,12 @@ class Adapter:
     def snapshot(self, ref: WeightsRef) -> "Adapter":
         """A frozen copy that later training does not change. `ref` becomes its identity."""
         return replace(self, flat=self.flat.clone(), ref=ref)
+
+    def under(self, ref: WeightsRef) -> "Adapter":
+        """The same matrices, in the same memory, under another identity: for one that is frozen."""
+        other = copy(self)
+        other.ref = ref
+        return other
 
     def tensors(self) -> list[Tensor]:
         """All masters in a fixed order: a and b of each module."""

@@ -189,6 +189,8 @@ class Status(Message):
     """Bytes that the workers hold, by place."""
     graphs: dict[str, int]
     """Graphs that the workers have captured since they started, by kind."""
+    paging: dict[str, int]
+    """LoRA models on devices and in host memory, and how they moved; empty where they never do."""
 
 
 @dataclass(frozen=True)

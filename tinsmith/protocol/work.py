@@ -302,6 +302,8 @@ class WorkerStatus(Message):
     memory: dict[str, int]
     graphs: dict[str, int]
     """Graphs captured since the worker started, by kind; a number that keeps growing says that time is lost."""
+    paging: dict[str, int]
+    """`StatePager.facts`."""
 
 
 Call = CreateModel | OptimStep | TakeSnapshot | SaveModel | ExportModel | LoadModel

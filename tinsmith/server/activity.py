@@ -36,7 +36,7 @@ class Activity:
         """The reply of the status route."""
         self._forget_before(time.monotonic() - WINDOW_S)
         first, last = (self._counts[0], self._counts[-1]) if self._counts else ((0.0, 0, 0), (0.0, 0, 0))
-        status = self._last or Status([], [], 0, 0, 0, 0, {}, {})
+        status = self._last or Status([], [], 0, 0, 0, 0, {}, {}, {})
         return {
             "models": status.models,
             "workers": status.workers,
@@ -47,6 +47,7 @@ class Activity:
             },
             "memory_bytes": status.memory,
             "graphs": status.graphs,
+            "paging": status.paging,
         }
 
     def _forget_before(self, start: float) -> None:

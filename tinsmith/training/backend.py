@@ -1,7 +1,8 @@
 """Training on one base model in one process: its models and their optimizers, their snapshots and saved states."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -21,6 +22,7 @@ from tinsmith.training.model_memory import ModelMemory
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.parallel.all_reduce import all_reduce_step
 from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
+from tinsmith.training.parallel.joint_work import failing_on_all
 from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sequence_parallel import SequenceParallel
 from tinsmith.training.pass_runner import PassResult, PassRunner, not_loaded
@@ -55,17 +57,39 @@ class LocalBackend:
         self.group = group
         self.config = config
         self.optimizers = LoadedModels()
+        self.frozen = WeakValueDictionary[str, Adapter]()
+        """The last snapshot of each model that has not changed since and whose snapshot is still there."""
         self.memory = ModelMemory(base, config, self.optimizers)
         self.memory.captured.possible &= not eager
         self.passes = PassRunner(self.memory, config, self.optimizers)
-        promised = self.memory.promised
-        self.sequences = (
-            None if group is None else SequenceParallel(base, config.logits_chunk, group, self.optimizers, promised)
-        )
+        self.sequences = None if group is None else SequenceParallel(config.logits_chunk, group, self.memory)
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
-        """Create a model, of LoRA or of rank 0 with all its parameters, with a fresh optimizer."""
-        self.optimizers[model_id] = self._new_optimizer(shape)
+        """Create a model, of LoRA or of rank 0 with all its parameters, with a fresh optimizer.
+
+        Raises UserError if there is no place for it, beside those that are loaded.
+        """
+        self._place(model_id, shape)
+
+    def _place(self, model_id: str, shape: LoraShape, state: SavedState | None = None) -> None:
+        """Make a model, for which others leave the device if they must, in the place of what has its ID."""
+        pager, former, size = self.memory.pager, self.optimizers.get(model_id), self.memory.lora_bytes(shape)
+        pager.bring([])  # none is used now
+        if shape.rank > 0:
+            pager.require_place(size, former)
+            pager.make_room(size)
+        optimizer = self._new_optimizer(shape, state)
+        self._drop(model_id)
+        if isinstance(optimizer, ModelOptimizer) and isinstance(optimizer.weights, Adapter):
+            pager.add(optimizer, optimizer.weights, size)
+        self.optimizers[model_id] = optimizer
+
+    def _drop(self, model_id: str) -> Optimizer | None:
+        """Forget a model, and return it if it was there."""
+        optimizer = self.optimizers.pop(model_id, None)
+        self.frozen.pop(model_id, None)
+        self.memory.pager.forget(optimizer)
+        return optimizer
 
     def _new_optimizer(self, shape: LoraShape, state: SavedState | None = None) -> Optimizer:
         """Make the optimizer of a new model, or of a saved one."""
@@ -83,14 +107,16 @@ class LocalBackend:
         return ModelOptimizer(new_adapter(shape, base.layout, base.device, base.dtype))
 
     def delete_model(self, model_id: str) -> None:
-        self.optimizers.pop(model_id, None)
+        self._drop(model_id)
 
     def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
         """Apply and clear the accumulated gradients; returns metrics."""
         if self.group is not None:  # one that has no such model would let the others wait for its gradients
             self.group.agree(model_id in self.optimizers, f"whether model {model_id} is there")
         optimizer = self.optimizers[model_id]
+        self.frozen.pop(model_id, None)
         try:
+            self._bring_to_step(optimizer)
             with threads_for_step(optimizer.weights.parameter_count):
                 self.memory.claim_moments(optimizer)
                 if self.group is None or optimizer.sums_passes:
@@ -103,18 +129,43 @@ class LocalBackend:
                 "the step was refused, the gradients are cleared and the weights stay as they were: "
                 f"it needs more memory than {self.base.device} has left; end other models or their sampling: {error}"
             ) from error
+        finally:
+            self.memory.pager.freed()
+
+    def _bring_to_step(self, optimizer: Optimizer) -> None:
+        """Bring a model to the devices of all workers; its gradients are cleared on all if one has no room for it."""
+        pager, group = self.memory.pager, self.group if self.memory.pager.is_limited else None
+        try:
+            with nullcontext() if group is None else failing_on_all(group, RuntimeError, MemoryError):
+                pager.bring([optimizer])
+        except Exception:
+            optimizer.accumulator.totals = None
+            raise
 
     def clear_gradients(self, model_id: str) -> None:
         if model_id in self.optimizers:
             self.optimizers[model_id].accumulator.totals = None
+            self.memory.pager.freed()
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
-        """Copy the model's weights, to sample from under the identity `ref`: later steps do not change the copy."""
+        """Copy the model's weights, to sample from under the identity `ref`: later steps do not change the copy.
+
+        A LoRA model that has not changed since its last snapshot is not copied again.
+        """
         weights = self.optimizers[model_id].weights
+        if (last := self.frozen.get(model_id)) is not None:
+            self.frozen[model_id] = last = last.under(ref)
+            return last
+        self.memory.pager.bring([self.optimizers[model_id]])
         if isinstance(weights, FullWeights):
             size = snapshot_bytes(weights.parameter_count, weights.dtype)
             self.memory.require("a snapshot of full weights", size, self.base.device)
-        return weights.snapshot(ref)
+        else:
+            self.memory.pager.make_way(weights.nbytes)
+        copied = weights.snapshot(ref)
+        if isinstance(copied, Adapter):
+            self.frozen[model_id] = copied
+        return copied
 
     def help_to_snapshot(self, model_id: str) -> None:
         """Give the worker that samples what its `snapshot` needs of this one; nothing here."""
@@ -141,6 +192,7 @@ class LocalBackend:
 
     def copied(self, model: Optimizer, about: About, optimizer: bool) -> SavedState:
         """Copy the state of a loaded model, described by `about`."""
+        self.memory.pager.bring([model])
         moments = model.moments() if optimizer else None
         size = model.weights.parameter_count * 4 * (3 if moments else 1)
         self.memory.require("the copy that is saved", size, torch.device("cpu"))
@@ -158,9 +210,10 @@ class LocalBackend:
         """
         shape = state.about.shape
         with ExitStack() as failing:
-            if shape.rank == 0 and model_id in self.optimizers:
-                failing.callback(self.create_model, model_id, self.optimizers.pop(model_id).weights.shape)
-            self.optimizers[model_id] = self._new_optimizer(shape, state)
+            if shape.rank == 0 and (former := self._drop(model_id)) is not None:
+                failing.callback(self.create_model, model_id, former.weights.shape)
+                del former
+            self._place(model_id, shape, state)
             failing.pop_all()
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:

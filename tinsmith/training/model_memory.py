@@ -8,7 +8,7 @@ import torch
 
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import UserError
-from tinsmith.memory.budget import full_bytes, full_state
+from tinsmith.memory.budget import ModelBytes, full_bytes, full_state, lora_bytes
 from tinsmith.memory.pass_memory import pass_memory_of
 from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import free_memory, require_memory
@@ -16,6 +16,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.captured_pass import CapturedPasses
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.paged_state import StatePager
 
 
 class ModelMemory:
@@ -28,6 +29,8 @@ class ModelMemory:
         self.captured = CapturedPasses(
             base, pass_memory_of(base.layout, base.text_config, base.dtype), config.logits_chunk
         )
+        self.pager = StatePager(base.device)
+        """What moves LoRA models of all bases of the device; this one moves none."""
         self.host_share = inf
         """Bytes of the host's memory for what models of all bases keep there (--full-state compact-host)."""
         self.beside: Sequence[ModelMemory] = [self]
@@ -42,8 +45,10 @@ class ModelMemory:
 
     def require(self, purpose: str, needed: int, device: torch.device) -> None:
         """Raise UserError if `device` lacks `needed` bytes beside what its models will still take when they train."""
-        if device == self.base.device and needed > free_memory(device) - self.promised() and self.captured.held:
-            self.give_back()
+        if device == self.base.device and needed > free_memory(device) - self.promised():
+            if self.captured.held:
+                self.give_back()
+            self.pager.make_way(needed)
         require_memory(purpose, needed, device, self.promised() if device == self.base.device else 0)
 
     def require_to_train(self, shape: LoraShape) -> None:
@@ -72,8 +77,13 @@ class ModelMemory:
         return sum(full_bytes(size, self.base.dtype, self.full_state).host for size in sizes)
 
     def promised(self) -> int:
-        """Bytes of the device that models will still take when they train, and those of graphs, which look free."""
-        return self.captured.held + sum(model.unclaimed for model in self.optimizers.values())
+        """Bytes of the device that models on it will still take when they train, and of graphs, which look free."""
+        there = [model for model in self.optimizers.values() if self.pager.is_on_device(model)]
+        return self.captured.held + sum(model.unclaimed for model in there)
+
+    def lora_bytes(self, shape: LoraShape) -> ModelBytes:
+        """Bytes of a LoRA model of this shape."""
+        return lora_bytes(self.base.layout, shape, self.base.dtype)
 
     def give_back(self) -> bool:
         """Free the memory of graphs, and what torch keeps for tensors of other sizes.
@@ -86,9 +96,12 @@ class ModelMemory:
         return gave_way
 
     def claim_moments(self, optimizer: Optimizer) -> None:
-        """Take what a first step takes, for which graphs give way: a step that lacks memory has lost its gradients."""
+        """Take what a first step takes, for which graphs and other models give way.
+
+        A step that lacks memory has lost its gradients.
+        """
         if (
-            not self.captured.passes
+            not (self.captured.passes or self.pager.is_limited)
             or not isinstance(optimizer, ModelOptimizer)
             or optimizer.accumulator.totals is None
         ):
@@ -97,3 +110,4 @@ class ModelMemory:
             optimizer.claim_moments()
             return
         self.give_back()
+        self.pager.leave_only([optimizer])

@@ -100,7 +100,12 @@ class PassRunner:
             [there[place] for place in row]
             for row in shared_rows([self.optimizers[work[i].model_id].weights for i in there], self.base.layout)
         ]
-        return [part for row in rows for part in (self._apart(work, row) if backward else [row])]
+        fitting = [
+            [row[place] for place in places]
+            for row in rows
+            for places in self.memory.pager.fitting([self.optimizers[work[i].model_id] for i in row])
+        ]
+        return [part for row in fitting for part in (self._apart(work, row) if backward else [row])]
 
     def _apart(self, work: Sequence[DatumWork], row: list[int]) -> list[list[int]]:
         models: dict[str, list[int]] = {}
@@ -118,9 +123,17 @@ class PassRunner:
         return [row]
 
     def _compute(self, work: Sequence[DatumWork], backward: bool) -> Outcome:
-        """Compute one pass, with as much recomputation as it takes to fit into the memory."""
+        """Compute one pass, with as much recomputation as it takes to fit into the memory, or without other models."""
         tokens = sum(len(datum.rendered) for datum in work)
-        return self.memory_retries.run(partial(self._attempt, work, backward), tokens, backward, alone=len(work) == 1)
+        pager, optimizers = self.memory.pager, [self.optimizers[datum.model_id] for datum in work]
+        attempt: Callable[[Recomputation], Outcome] = partial(self._attempt, work, backward)
+        while True:
+            lacking = attempted(partial(pager.bring, optimizers))
+            outcome: Outcome | None = lacking
+            if outcome is None:
+                outcome = self.memory_retries.run(attempt, tokens, backward, alone=len(work) == 1)
+            if not (isinstance(outcome, PassFailure) and outcome.out_of_memory and pager.leave_only(optimizers)):
+                return outcome
 
     def _attempt(self, work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> Outcome:
         """Compute one pass; an error is returned, so that a failed pass frees its tensors before the next starts."""

@@ -1,7 +1,7 @@
 """Divides the memory of the worker's device when all base models are loaded and nothing else is."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,9 @@ from tinsmith.memory.budget import CacheSizes
 from tinsmith.memory.plan import DevicePlace, plan_beside
 from tinsmith.memory.sizing import column_bytes, loaded_sizes
 from tinsmith.models.base import BaseModel
-from tinsmith.models.machine import free_memory
+from tinsmith.models.machine import free_memory, size_text
+from tinsmith.training.model_memory import ModelMemory
+from tinsmith.training.paged_state import StatePager
 from tinsmith.training.parallel.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class DeviceMemory:
         workers = group.count if group else 1
         sizes = {name: loaded_sizes(base, workers if config.shards_weights else 1) for name, base in bases.items()}
         left = place.free - place.reserve - column_bytes(sizes.values(), config)
+        self.device = device
         self.plans = {name: plan_beside(left, own, len(bases), place, config, workers) for name, own in sizes.items()}
 
     def cache_sizes(self, name: str) -> CacheSizes:
@@ -37,6 +40,39 @@ class DeviceMemory:
         sizes = self.plans[name].cache
         assert sizes is not None, "there is a local sampler"
         return sizes
+
+    @property
+    def paged_room(self) -> int:
+        """Bytes of host memory for LoRA models that the device has no room for; 0 if none is ever paged out."""
+        return max(plan.paged_room for plan in self.plans.values())
+
+    @property
+    def state_room(self) -> int:
+        """Bytes of the device for the state of models in training, beside a pass of any base model."""
+        return min(plan.state_room for plan in self.plans.values())
+
+    def pager(self, memories: Sequence[ModelMemory], group: ProcessGroup | None = None) -> StatePager:
+        """Let the models of all bases share one pager, and return it. All workers of a `group` get the same room."""
+        room, host_room = self.state_room, self.paged_room
+        if group is not None:
+            room = min(group.gather(room))
+        if host_room == 0:
+            pager = StatePager(self.device)
+        else:
+            spare = max(plan.budget.beside_caches - plan.state_room for plan in self.plans.values())
+            pager = StatePager(
+                self.device,
+                room,
+                host_room,
+                lambda: free_memory(self.device) - spare - sum(each.promised() for each in memories),
+            )
+            log.info(
+                "LoRA models take up to %s of %s in training, and of host memory %s (--paged-state-share)",
+                *(size_text(room), self.device, size_text(host_room)),
+            )
+        for each in memories:
+            each.pager = pager
+        return pager
 
     def longest_trained(self, name: str) -> int:
         """Return and log the longest sequence that trains on a base model; 0 if nothing is trained (--train none)."""

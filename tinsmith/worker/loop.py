@@ -116,18 +116,18 @@ class Worker:
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
         backends = {name: backend_of(base, config, group) for name, base in self.bases.items()}
         self.memory = DeviceMemory(self.bases, config, group)
-        for backend in backends.values() if group else ():
-            backend.memory.share_host(self.memory.host, [each.memory for each in backends.values()])
+        memories = [backend.memory for backend in backends.values()]
+        for memory in memories if group else ():
+            memory.share_host(self.memory.host - self.memory.paged_room, memories)
+        pager = self.memory.pager(memories, group)
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         sampling = config.sampling
-        memory, disk, idle_s = (
-            sampling.snapshot_gib * 2**30,
-            disk_for_snapshots(config, place),
-            sampling.snapshot_idle_h * 3600,
-        )
+        disk, idle_s = disk_for_snapshots(config, place), sampling.snapshot_idle_h * 3600
         spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(place.rank) if group else "")
         shared = None if config.training.trains else SharedCheckpoints(files)
-        self.snapshots = Snapshots(self.sampled_bases, records, files, spill, memory, disk, idle_s, shared)
+        self.snapshots = Snapshots(
+            self.sampled_bases, records, files, spill, sampling.snapshot_gib * 2**30, disk, idle_s, shared
+        )
         sampled: dict[str, SamplingBase] = {}
         sleepers: list[Sleeper] = []
         """Samplers whose servers take turns with training."""
@@ -167,7 +167,7 @@ class Worker:
             backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept
         )
         self.turns = DeviceTurns(sleepers, config.vllm.vllm_turn_s, self._give_back_memory)
-        self.status = WorkerStatusReporter(self.samples, self.send)
+        self.status = WorkerStatusReporter(self.samples, self.send, pager.facts)
         self.stopping = False
         self.suspicious = False
         """Whether something failed for which no client is to blame, since the devices were last tried."""

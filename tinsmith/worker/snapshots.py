@@ -220,12 +220,16 @@ class Snapshots:
     def _keep(self, key: Key, held: Snapshot) -> None:
         """Keep weights in memory, which the least recently sampled leave if there is no room for all."""
         self.held[key] = held
-        used = sum(other.weights.nbytes for other in self.held.values())
         for oldest in list(self.held)[:-1]:
-            if used <= self.memory_bytes:
+            if self._used() <= self.memory_bytes:
                 return
             self._spill(oldest)
-            used -= self.held.pop(oldest).weights.nbytes
+            del self.held[oldest]
+
+    def _used(self) -> int:
+        """Bytes of all weights in memory, of which some may share theirs."""
+        held = [other.weights for other in self.held.values()]
+        return sum({id(each.compared()[0]): each.nbytes for each in held}.values())
 
     def _spill(self, key: Key) -> None:
         """Put an ephemeral snapshot on the disk; a checkpoint lies there."""

@@ -23,9 +23,16 @@ SUMMARY_S = 10.0
 class WorkerStatusReporter:
     """Sends a `WorkerStatus` when it is time and something changed."""
 
-    def __init__(self, samples: Samples, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        send: Callable[[Message], None],
+        paging: Callable[[], dict[str, int]] = dict[str, int],
+    ) -> None:
+        """`paging` returns `WorkerStatus.paging`."""
         self.samples = samples
         self.send = send
+        self.paging = paging
         self.done = 0
         """Passes and calls that the device has done."""
         self.reported: object = None
@@ -45,7 +52,7 @@ class WorkerStatusReporter:
         if now - self.summed_up[0] >= SUMMARY_S:
             self.sum_up()
         running, waiting = self.samples.load()
-        status = WorkerStatus(running, waiting, self.samples.results.sampled_tokens, {}, graphs_made())
+        status = WorkerStatus(running, waiting, self.samples.results.sampled_tokens, {}, graphs_made(), self.paging())
         facts = self.done, self.samples.results.finished, status
         if facts != self.reported:
             self.reported = facts

@@ -7,7 +7,7 @@ every token once. Whatever fails, fails on all (`joint_work.py`).
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,7 +23,7 @@ from tinsmith.kernels.device import upload
 from tinsmith.memory.pass_memory import Recomputation, sliced_pass_memory_of
 from tinsmith.memory.retries import Choice, MemoryRetries, PassFailure
 from tinsmith.models.attention import PackedPlan, followed
-from tinsmith.models.base import BaseModel, threads_for
+from tinsmith.models.base import threads_for
 from tinsmith.models.decoder import kept_in_host_memory
 from tinsmith.models.delta_rule import convolve_anew
 from tinsmith.protocol.work import error_of
@@ -31,6 +31,7 @@ from tinsmith.rendering.packing import pack
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.logprobs import rows_to_keep, target_logprobs
 from tinsmith.training.losses import DatumResult, DatumWork, LossGroup, Scored, targets_per_position, trained_positions
+from tinsmith.training.model_memory import ModelMemory
 from tinsmith.training.parallel.joint_work import JointWork
 from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.step import results_and_gradients
@@ -318,26 +319,16 @@ Computed = tuple[DatumResult, list[Callable[[], None]]]
 
 
 class SequenceParallel:
-    """Sequences that all workers of a group compute together.
+    """Sequences that all workers of a group compute together."""
 
-    `promised` returns free bytes of the device that others will still take.
-    """
-
-    def __init__(
-        self,
-        base: BaseModel,
-        logits_chunk: int,
-        group: ProcessGroup,
-        optimizers: Mapping[str, Optimizer],
-        promised: Callable[[], int],
-    ) -> None:
-        self.base = base
+    def __init__(self, logits_chunk: int, group: ProcessGroup, models: ModelMemory) -> None:
+        self.base = base = models.base
         self.logits_chunk = logits_chunk
         self.group = group
-        self.optimizers = optimizers
+        self.models = models
         self.joint = JointWork(group)
         memory = sliced_pass_memory_of(base.layout, base.text_config, base.dtype, group.count)
-        self.memory_retries = MemoryRetries(memory, base.device, logits_chunk, promised, agree=self._most_of_all)
+        self.memory_retries = MemoryRetries(memory, base.device, logits_chunk, models.promised, agree=self._most_of_all)
 
     def run(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:
         """Compute one datum as the pass `number`; with `backward` its gradients go to the optimizer of its model.
@@ -373,7 +364,9 @@ class SequenceParallel:
             raise TinsmithError(
                 f"a sequence of {len(work.rendered)} tokens is too short to be divided among {self.group.count} workers"
             )
-        return work, self.optimizers[work.model_id]
+        optimizer = self.models.optimizers[work.model_id]
+        self.models.pager.bring([optimizer])
+        return work, optimizer
 
     def _most_of_all(self, choose: Choice) -> Recomputation | None:
         """Return the most that any worker chooses, as recomputing exchanges again; None if one has no choice left."""

@@ -178,7 +178,7 @@ class ShardedBackend(LocalBackend):
     def restore(self, model_id: str, state: SavedState) -> None:
         """Restore a model without any exchange: files are read at any time. One of rank 0 is gone if the load fails."""
         if state.about.shape.rank == 0:
-            self.optimizers.pop(model_id, None)
+            self._drop(model_id)
         super().restore(model_id, state)
 
     def _new_optimizer(self, shape: LoraShape, state: SavedState | None = None) -> Optimizer:
