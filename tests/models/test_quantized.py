@@ -135,7 +135,7 @@ def matrices(base: BaseModel, layer: int = 1) -> list[QuantizedMatrices]:
 
 def twin_of(base: BaseModel, directory: Path) -> BaseModel:
     """An ordinary model with the matrices that the codes of a quantized one stand for."""
-    twin = load(directory)
+    twin = load(directory, device=str(base.device))
     for layer, kind in base.layout.experts.items():
         for parameter, own in zip(("gate_up_proj", "down_proj"), matrices(base, layer), strict=True):
             module = twin.language_model.get_submodule(f"layers.{layer}.mlp.experts")
@@ -178,8 +178,9 @@ def test_it_trains_and_samples_as_the_matrices_that_it_stands_for(directory: Pat
     base = quantized(directory, name)
     results, mine, answers = found_by(base)
     expected, theirs, wanted = found_by(twin_of(base, directory))
-    # GPT-OSS's own matrices lie the other way round, and their products are rounded otherwise.
-    apart = 1e-5 if base.family.model_type == "gpt_oss" else 0
+    # GPT-OSS's own matrices lie the other way round, and their products are rounded otherwise: on a GPU, which adds up
+    # more numbers at a time, losses of 21 by 2e-5.
+    apart = (1e-5 if DEVICE == "cpu" else 1e-4) if base.family.model_type == "gpt_oss" else 0
     for one, other in zip(results, expected, strict=True):
         assert one.loss == pytest.approx(other.loss, abs=apart)
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=apart)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from tests.bases import (
+    EXACT,
     HYBRIDS,
     OTHER_DECODERS,
     datum,
@@ -174,7 +175,7 @@ def test_logprobs_and_gradients_equal_peft(
     for item, result in zip(work, results, strict=True):
         expected = twin_logprobs(twin, base, item.rendered, shifted(item.rendered))
         assert result is not None
-        np.testing.assert_allclose(result.logprobs, expected.detach().numpy(), atol=1e-4)
+        np.testing.assert_allclose(result.logprobs, expected.detach().numpy(), atol=EXACT)
         loss = loss - (torch.from_numpy(item.loss_inputs["weights"]) * expected).sum()
 
     loss.backward()

@@ -371,8 +371,10 @@ def _captured(decoder: Decoder, kind: PassKind, frame: Frame, adapter: Adapter, 
         (joined,) = frame.adapter.joined(found)
         frame.gradient.copy_(joined)
 
-    torch.nn.init.normal_(frame.embeddings[:tokens], std=0.02)
-    torch.nn.init.normal_(frame.d_hidden[:tokens], std=0.02)
+    # The device's own generator may refuse after a capture that failed: torch leaves it as if one were running.
+    random = torch.Generator(device).manual_seed(0)
+    for drawn in (frame.embeddings, frame.d_hidden):
+        drawn[:tokens].normal_(std=0.02, generator=random)
     frame.adapter.flat_working.copy_(adapter.flat_working)
     # Kernels are compiled and chosen outside of the capture
     made.launched_s = min(_seconds(device, forward, backward) for _ in range(2))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bases import datum, image_chunks, new_ref, random_adapter, random_tokens, renderer, text
+from tests.bases import EXACT, datum, image_chunks, new_ref, random_adapter, random_tokens, renderer, text
 from tests.extent import slow
 from tinsmith.config import SamplingConfig, TrainingConfig
 from tinsmith.errors import UserError
@@ -145,7 +145,7 @@ def tokens_of(result: SampleResult) -> list[list[int]]:
 
 
 def check(
-    base: BaseModel, rendered: RenderedInput, weights: Weights | None, result: SampleResult, allowed: float = 1e-4
+    base: BaseModel, rendered: RenderedInput, weights: Weights | None, result: SampleResult, allowed: float = EXACT
 ) -> None:
     """All that was sampled, and asked about the prompt, has the trainer's log-probabilities."""
     expected = forward_of_answers(base, weights, rendered, tokens_of(result))
