@@ -9,6 +9,7 @@ them: new ones go on with the next part. Parts:
 - bare      the same training with FSDP2 of PyTorch around transformers and PEFT, with and without recomputation
 - sequence  Qwen3-4B, LoRA of rank 32: one sequence of 262,144 tokens (`--sequences`) on all GPUs, half of it on one
 - large     Qwen3.6-27B's shape, LoRA of rank 32, 2 sequences of 1,024 tokens on each GPU
+- experts   Qwen3-30B-A3B, LoRA of rank 32 on attention and experts, 16 sequences of 1,024 tokens on each GPU of 141 GB
 - full      Qwen3-1.7B, all weights, 4 sequences of 1,024 tokens on each GPU
 - full8b    Qwen3-8B, all weights with a compact state, 8 sequences of 1,024 tokens on each GPU; it needs 141 GB
 - sharded8b Qwen3-8B, all weights in float32, sharded, 8 sequences of 1,024 tokens on each GPU; two need 141 GB each
@@ -20,7 +21,7 @@ them: new ones go on with the next part. Parts:
             the same requests, and as many for each
 - rl_groups the same with 32 prompts of 16 samples each, as recipes sample: a GPU alone is busy then
 
-Without `--parts` all but full8b, sharded8b and bare8b are measured.
+Without `--parts` all but experts, full8b, sharded8b and bare8b are measured.
 
     python -m benchmarks.gpu.workers --count 2 --output benchmarks/results/workers.txt
     python -m benchmarks.gpu.workers --count 2 --parts sequence --sequences 65536,131072 --long-calls 1
@@ -80,6 +81,7 @@ PARTS = (
     "bare",
     "sequence",
     "large",
+    "experts",
     "full",
     "full8b",
     "sharded8b",
@@ -90,7 +92,7 @@ PARTS = (
     "rl",
     "rl_groups",
 )
-LARGER = ("full8b", "sharded8b", "bare8b")
+LARGER = ("experts", "full8b", "sharded8b", "bare8b")
 """Parts that need more memory than two GPUs of 80 GB have."""
 LENGTHS = [32] * 4 if TINY else [1024] * 4
 SEQUENCES = (128, 256) if TINY else (131072, 262144)
@@ -281,6 +283,10 @@ class Measured:
     def large(self) -> None:
         """The same on a large hybrid model, which fills most of a card."""
         self.training("large", "Qwen3.6-27B", RANK, "at least 3.7 of 4, 1.85 of 2", sequences=2)
+
+    def experts(self) -> None:
+        """A mixture of experts, whose gradients are 1.8 GB."""
+        self.training("experts", "30B-A3B", RANK, "at least 1.9 of 2", sequences=16)
 
     def full(self) -> None:
         """All weights over replicas."""
