@@ -8,6 +8,7 @@ profiler, which makes Python slower: it says where time goes, not how much.
 - mixed     32 sequences of 128 to 4,096 tokens
 - full      Qwen3-1.7B, all weights, 8 sequences
 - images    Qwen3-VL-4B, 8 new images
+- experts   a step of 16 layers of Qwen3-30B-A3B, LoRA of rank 32, 8 sequences of 1,024; experts_tenants: eight models
 - decode    a step of the sampler, Qwen3-1.7B, 64 requests, half of them with an adapter
 - decode_hybrid  the same of Qwen3.5-4B, without an adapter; decode_rl: with 256 requests, all with an adapter
 - decode_experts  the same of Qwen3-30B-A3B, 64 requests, half of them with an adapter
@@ -32,6 +33,7 @@ from benchmarks.gpu.shapes import base_of, configuration, network_of
 from benchmarks.gpu.training import (
     LENGTH,
     RANK,
+    RANKS,
     backend_of,
     batch_of,
     datum,
@@ -43,7 +45,10 @@ from benchmarks.gpu.training import (
 )
 from tinsmith.models.base import BaseModel
 
-PARTS = ("lora", "hybrid", "mixed", "full", "images", "decode", "decode_hybrid", "decode_rl", "decode_experts", "alone")
+PARTS = (
+    *("lora", "hybrid", "mixed", "full", "images", "experts", "experts_tenants"),
+    *("decode", "decode_hybrid", "decode_rl", "decode_experts", "alone"),
+)
 LONGEST = 28
 """So many kernels, and so many functions, are listed."""
 LONGEST_GAPS = 12
@@ -120,11 +125,13 @@ def _covered(kernels: list[Any]) -> float:
     return covered
 
 
-def training(shape: str, lengths: Sequence[int], rank: int) -> Figures:
-    """Steps on text."""
-    backend = backend_of(_base(shape), {"m": rank})
-    work = [text_datum("m", tokens) for tokens in batch_of(lengths)]
-    return _steps(lambda: train(backend, filled(work, backend.passes.tokens_per_pass), ["m"]))
+def training(shape: str, lengths: Sequence[int], *ranks: int) -> Figures:
+    """Steps on text of a model of each rank, which get as many sequences each."""
+    models = {f"m{number}": rank for number, rank in enumerate(ranks)}
+    backend = backend_of(_base(shape), models)
+    each = len(lengths) // len(ranks)
+    work = [text_datum(f"m{number // each}", tokens) for number, tokens in enumerate(batch_of(lengths))]
+    return _steps(lambda: train(backend, filled(work, backend.passes.tokens_per_pass), list(models)))
 
 
 def images() -> Figures:
@@ -175,6 +182,8 @@ def main() -> None:
         "mixed": partial(training, "4B", mixed_lengths(), RANK),
         "full": partial(training, "1.7B", [LENGTH] * 8, 0),
         "images": images,
+        "experts": partial(training, "30B-A3B/16", [LENGTH] * 8, RANK),
+        "experts_tenants": partial(training, "30B-A3B/16", [LENGTH] * 16, *RANKS),
         "decode": partial(decoding, MANY[0]),
         "decode_hybrid": partial(decoding, HYBRID[0], "Qwen3.5-4B"),
         "decode_rl": partial(decoding, Load("rl", 256, with_adapter=256), "Qwen3.5-4B"),
