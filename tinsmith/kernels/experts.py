@@ -146,8 +146,8 @@ def mix(
         CHUNK=CHUNK,
         SPLITS=len(reduced) if columns else 0,
         ALPHA=some.alpha,
-        num_warps=2 if sizes["PAIRS"] == FEWEST_PAIRS else 4,
-        num_stages=2,
+        num_warps=4,
+        num_stages=3 if sizes["PAIRS"] == FEWEST_PAIRS else 2,  # in 100 KiB, which every card has
     )
     of_pairs = torch.empty(rows, per_token, hidden, dtype=torch.float32, device=h.device)
     inside = torch.empty(per_token, rows, columns, dtype=torch.float32, device=h.device)
@@ -160,7 +160,7 @@ def mix(
         WIDTH=width,
         OUTPUTS=DOWN_OUTPUTS,
         num_warps=4,
-        num_stages=3 if sizes["PAIRS"] == FEWEST_PAIRS else 2,  # in 100 KiB, which every card has
+        num_stages=3 if sizes["PAIRS"] == FEWEST_PAIRS else 2,
     )
     out = torch.empty_like(h)
     launch = _sum

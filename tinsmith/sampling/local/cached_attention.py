@@ -104,7 +104,7 @@ class CachedPlan(StatefulPlan):
         return out
 
     def choose(self, mixture: int, chosen: Tensor) -> Tensor:
-        self.cache.note_experts(mixture, self.places, chosen)
+        self.cache.note_experts(self.places, chosen.unsqueeze(0), mixture)
         return chosen
 
 

@@ -82,6 +82,8 @@ class DecodePlan(StatefulPlan):
         self.stable = stable
         self.state, self.table = state, table
         lengths = state[:, LENGTH].to(torch.int32)
+        self.chosen: list[Tensor] = []
+        """The experts of the rows [rows, per_token], mixture by mixture."""
         self.groups = [(rows, table[rows, :blocks], lengths[rows]) for rows, blocks in groups]
 
     @cached_property
@@ -114,8 +116,13 @@ class DecodePlan(StatefulPlan):
         return out
 
     def choose(self, mixture: int, chosen: Tensor) -> Tensor:
-        self.cache.note_experts(mixture, self.places, chosen)
+        self.chosen.append(chosen)
         return chosen
+
+    def commit(self) -> None:
+        if self.chosen:
+            self.cache.note_experts(self.places, torch.stack(self.chosen))
+        super().commit()
 
 
 class DecodeStep:

@@ -121,9 +121,10 @@ class KVCache:
         self.routes[:, target] = self.routes[:, block]
         return target
 
-    def note_experts(self, mixture: int, places: Tensor, chosen: Tensor) -> None:
-        """Write the experts of tokens, `chosen` [tokens, per_token] of a mixture, at `places` [tokens]."""
-        self.routes[mixture].flatten(0, 1).index_copy_(0, places, chosen.to(self.routes.dtype))
+    def note_experts(self, places: Tensor, chosen: Tensor, first: int = 0) -> None:
+        """Write the experts of tokens, `chosen` [mixtures, tokens, per_token] from the `first` one, at `places`."""
+        own = self.routes[first : first + len(chosen)]
+        own.flatten(1, 2).index_copy_(1, places, chosen.to(self.routes.dtype))
 
     def fetch_routes(self, sequence: SequenceState, end: int, blocks: Sequence[int]) -> None:
         """Fetch the experts of the first tokens of a sequence that has `blocks`, as far as it has not got them."""
