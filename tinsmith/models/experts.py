@@ -330,38 +330,46 @@ def _reduced(h: Tensor, owners: Owners, rank: int) -> Tensor:
 def _stacked(owners: Owners, number: int, rank: int) -> Tensor:
     """The matrices that experts have of their own of gate (0), up (1) or down (2): [experts · owners, out, in].
 
-    `rank` is the last dimension of those of gate and up, and the middle one of those of down.
+    `rank` is the last dimension of those of gate and up, and the middle one of those of down. Behind a lower rank, and
+    for the base, are zeros.
     """
-    some = next(own[0] for own in owners.factors if own is not None)
-    like = some.own(number)
-    found = []
-    for own in owners.factors:
-        if own is None:
-            shape = (len(like), rank, like.shape[2]) if number == 2 else (len(like), like.shape[1], rank)
-            found.append(like.new_zeros(shape))
-        else:
-            missing = rank - own[0].rank
-            sides = (0, 0, 0, missing) if number == 2 else (0, missing)
-            matrices = own[0].own(number)
-            if missing or len(owners.factors) > 1:
-                compute: Any = _WithOwnGradient.apply
-                matrices = compute(matrices)
-            if missing:
-                matrices = pad(matrices, sides)
-            found.append(matrices)
-    return found[0] if len(found) == 1 else torch.stack(found, 1).flatten(0, 1)
+    found = [(place, own[0].own(number)) for place, own in enumerate(owners.factors) if own is not None]
+    dim = 1 if number == 2 else 2
+    if len(owners.factors) == 1 and found[0][1].shape[dim] == rank:
+        return found[0][1]
+    compute: Any = _Stacked.apply
+    stacked: Tensor = compute(len(owners.factors), rank, dim, [place for place, _ in found], *(own for _, own in found))
+    return stacked
 
 
-class _WithOwnGradient(torch.autograd.Function):
-    """A matrix whose gradient is no view: otherwise the padded ones of all owners live as long as one of them."""
+class _Stacked(torch.autograd.Function):
+    """Puts matrices of several owners beside each other, expert by expert.
+
+    The gradient of a matrix is no view: otherwise the padded ones of all owners would live as long as one of them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        return matrix.view_as(matrix)
+    def forward(ctx: Any, owners: int, rank: int, dim: int, places: Sequence[int], *matrices: Tensor) -> Tensor:
+        ctx.dim, ctx.owners, ctx.own = (
+            dim,
+            owners,
+            [(place, own.shape[dim]) for place, own in zip(places, matrices, strict=True)],
+        )
+        shape = [*matrices[0].shape]
+        shape[dim] = rank
+        stacked = matrices[0].new_zeros(shape[0], owners, *shape[1:])
+        for place, own in zip(places, matrices, strict=True):
+            stacked[:, place].narrow(dim, 0, own.shape[dim]).copy_(own)
+        return stacked.flatten(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return (grads[0].clone(memory_format=torch.contiguous_format),)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_owners = grads[0].unflatten(0, (-1, ctx.owners))
+        found = (
+            of_owners[:, place].narrow(ctx.dim, 0, rank).clone(memory_format=torch.contiguous_format)
+            for place, rank in ctx.own
+        )
+        return None, None, None, None, *found
 
 
 def _added(out: Tensor, inside: Tensor, owners: Owners) -> Tensor:
