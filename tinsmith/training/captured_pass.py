@@ -256,9 +256,10 @@ class CapturedPasses:
             self.seen.update(missing)
             return all(self.seen[kind] >= PATIENCE for kind in missing)
         graphs = [self.passes[kind] for kind in kinds if kind is not None]
-        per_token = min(graph.seconds / graph.kind.tokens for graph in graphs)
-        tokens = sum(sum(lengths) for lengths, _ in rows)
-        together = max(tokens * per_token, *(graph.launched_s for graph in graphs))
+        together = max(graph.launched_s for graph in graphs)
+        if self.base.layout.mixture is None:  # experts are read once a pass: more tokens take less time each
+            per_token = min(graph.seconds / graph.kind.tokens for graph in graphs)
+            together = max(together, per_token * sum(sum(lengths) for lengths, _ in rows))
         return sum(graph.seconds for graph in graphs) <= APART * together
 
     def may_have(self, tokens: int) -> bool:
