@@ -22,11 +22,11 @@ from tests.training.test_against_peft import twin_logprobs
 from tests.training.test_backend import compute
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import ConfigError
-from tinsmith.models.families import read_config
+from tinsmith.models.families import family_of, load_network, packed_parameters, read_config
 from tinsmith.models.files import safetensors_files
 from tinsmith.models.layout import read_layout
-from tinsmith.models.mxfp4 import Packed, dequantized, read_packed
-from tinsmith.models.quantized import QuantizedMatrices
+from tinsmith.models.mxfp4 import Packed, dequantized, stored_parameters
+from tinsmith.models.quantized import FORMATS, QuantizedMatrices, quantize
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.peft_format import write_merged
@@ -86,8 +86,9 @@ def test_every_number_of_four_bits_is_read(packed: Path) -> None:
     positive = [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0]
     expected = [*positive, *(-value for value in positive)] * 2
     assert found.tolist() == [[value] for value in expected]
-    names = {name.rpartition(".")[2] for name, _ in read_packed(safetensors_files(packed))}
-    assert names == {"gate_up_proj", "down_proj"}
+    stored = stored_parameters(safetensors_files(packed))
+    assert {name.rpartition(".")[2] for name in stored} == {"gate_up_proj", "down_proj"}
+    assert all(own.shape == tuple(dequantized(own.read(), torch.float32).shape) for own in stored.values())
 
 
 def test_it_trains_as_transformers_computes_it(packed: Path) -> None:
@@ -126,6 +127,31 @@ def test_files_that_lack_scales_are_refused(packed: Path, tmp_path: Path) -> Non
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=f"its weights lack {lost}; download them again"):
         load(directory)
+
+
+def test_parameters_that_stay_apart_take_no_memory(packed: Path, family_dir: Callable[[str], Path]) -> None:
+    """The experts of the 120b take 240 GB in bfloat16."""
+    source = str(packed)
+    stored = packed_parameters(source)
+    assert len(stored) == 2 * len(load(packed, device="cpu").layout.experts)
+    network = load_network(source, family_of(source, read_config(source)), torch.bfloat16, stored)
+    parameters = dict(network.named_parameters())
+    for name, own in stored.items():
+        assert tuple(parameters[name].shape) == own.shape
+        assert parameters[name].untyped_storage().nbytes() == 2
+    assert packed_parameters(str(family_dir("gpt_oss"))) == {}
+
+
+def test_experts_of_other_formats_are_made_of_what_the_files_hold(packed: Path) -> None:
+    """As of the same weights in bfloat16 files, whose layers are all in memory before."""
+    base, whole = load(packed, expert_dtype="fp8", dtype="bfloat16"), load(packed, dtype="bfloat16")
+    for layer in range(len(base.layout.layers)):
+        for own, matrices in zip(stack_of(base, layer).matrices, stack_of(whole, layer).matrices, strict=True):
+            assert isinstance(own, QuantizedMatrices)
+            assert isinstance(matrices, torch.Tensor)
+            codes, scales = quantize(matrices, FORMATS["fp8"])
+            assert torch.equal(own.codes, codes)
+            assert torch.equal(own.scales, scales)
 
 
 def test_experts_that_stay_in_mxfp4_have_the_numbers_of_the_files(packed: Path) -> None:

@@ -25,7 +25,7 @@ from tinsmith.kernels.device import move_weights
 from tinsmith.models.attention import PassPlan
 from tinsmith.models.decoder import Decoder, Deepstack
 from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
-from tinsmith.models.families import Family, context_length, family_of, load_network, read_config
+from tinsmith.models.families import Family, context_length, family_of, load_network, packed_parameters, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.layers import DeltaNet
@@ -275,8 +275,9 @@ def load_base_model(
     model_config = read_config(source)
     family = family_of(source, model_config)
     tokenizer = load_tokenizer(source)  # before the weights, which take longer
+    packed = packed_parameters(source) if config.expert_dtype != "model" and network is None else {}
     if network is None:
-        network = load_network(source, family, dtype)
+        network = load_network(source, family, dtype, packed)
     network.eval().requires_grad_(False)
     language_model = family.language_model(network)
     layout = layout_of(source, family, network)
@@ -284,7 +285,8 @@ def load_base_model(
     layers_on_host = layers_on_host and family.model_type in KNOWN_TYPES
     if expert_format is not None:
         home = torch.device("cpu") if layers_on_host else device
-        quantize_experts(language_model, layout, expert_format, dtype, device, home)
+        inside = {name.removeprefix(f"{network.base_model_prefix}."): own for name, own in packed.items()}
+        quantize_experts(language_model, layout, expert_format, dtype, device, home, inside)
     if layers_on_host:
         move_all_but_layers(network, language_model, device)
     else:

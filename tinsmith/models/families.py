@@ -4,6 +4,7 @@ A text model needs no entry here: whatever `AutoModelForCausalLM` loads is taken
 (`sampling/self_check.py`) decides.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from tinsmith.errors import ConfigError
 from tinsmith.models.files import EXPERT_MODELS, EXPERTS, code_of_its_own, require_usable, safetensors_files
 from tinsmith.models.layers import layers_of
-from tinsmith.models.mxfp4 import BLOCKS, METHOD, SCALES, dequantized, read_packed
+from tinsmith.models.mxfp4 import BLOCKS, METHOD, SCALES, StoredParameter, dequantized, stored_parameters
 
 _UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
 """Exceptions of transformers for configurations with damaged values."""
@@ -86,10 +87,11 @@ def empty_network(source: str, family: Family, config: Any) -> Any:
         ) from error
 
 
-def load_network(source: str, family: Family, dtype: Any) -> Any:
+def load_network(source: str, family: Family, dtype: Any, apart: Mapping[str, StoredParameter] | None = None) -> Any:
     """The network with all of its weights from the files: transformers only warns of those that it makes at random.
 
-    Files are checked before, and those from the Hub afterwards too. Raises ConfigError for what cannot be used.
+    Parameters `apart`, from `packed_parameters`, get their shape and no numbers, nor memory for these. Files are
+    checked before, and those from the Hub afterwards too. Raises ConfigError for what cannot be used.
     """
     local = Path(source).is_dir()
     require_usable([source], whole=local)  # a command has looked at a directory, but not at what comes from the Hub
@@ -98,7 +100,7 @@ def load_network(source: str, family: Family, dtype: Any) -> Any:
         settings = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         config = read_config(source)
         if is_packed(config):
-            network, loaded = _load_packed(source, family, config, settings)
+            network, loaded = _load_packed(source, family, config, settings, apart or {})
         else:
             network, loaded = family.auto_class.from_pretrained(source, **settings, trust_remote_code=False)
     except (*_UNREADABLE, RuntimeError, ImportError, EOFError, PickleError, SafetensorError) as error:
@@ -132,7 +134,25 @@ def is_packed(config: Any) -> bool:
     return (getattr(config, "quantization_config", None) or {}).get("quant_method") == METHOD
 
 
-def _load_packed(source: str, family: Family, config: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
+def packed_parameters(source: str) -> dict[str, StoredParameter]:
+    """The parameters of a model that are in MXFP4 on disk, by name; none of most models.
+
+    Raises ConfigError for files that cannot be used.
+    """
+    require_usable([source], whole=Path(source).is_dir())
+    return stored_parameters(_packed_files(source)) if is_packed(read_config(source)) else {}
+
+
+def _packed_files(source: str) -> list[Path]:
+    directory = Path(source)
+    if not directory.is_dir():  # other formats of the same weights lie in directories beside
+        directory = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], ignore_patterns="*/*"))
+    return safetensors_files(directory)
+
+
+def _load_packed(
+    source: str, family: Family, config: Any, settings: dict[str, Any], apart: Mapping[str, StoredParameter]
+) -> tuple[Any, Any]:
     """Load a network whose experts are in MXFP4 on disk, in the precision of the others.
 
     Returns also what transformers says of it. Packed experts are read here, as transformers computes with them packed
@@ -141,11 +161,11 @@ def _load_packed(source: str, family: Family, config: Any, settings: dict[str, A
     del config.quantization_config
     if settings["dtype"] == "auto":  # published configurations name none; what is not packed is in bfloat16
         settings = settings | {"dtype": config.dtype or torch.bfloat16}
-    directory = Path(source)
-    if not directory.is_dir():  # other formats of the same weights lie in directories beside
-        directory = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], ignore_patterns="*/*"))
-    files = safetensors_files(directory)
-    tensors: dict[str, Any] = {name: dequantized(packed, settings["dtype"]) for name, packed in read_packed(files)}
+    files, dtype = _packed_files(source), settings["dtype"]
+    tensors: dict[str, Any] = {name: torch.zeros((), dtype=dtype).expand(own.shape) for name, own in apart.items()}
+    for name, own in stored_parameters(files).items():
+        if name not in apart:
+            tensors[name] = dequantized(own.read(), dtype)
     with ExitStack() as opened:
         for file in files:
             each = opened.enter_context(safe_open(file, framework="pt"))
@@ -153,6 +173,7 @@ def _load_packed(source: str, family: Family, config: Any, settings: dict[str, A
             tensors |= {name: each.get_slice(name) for name in names}
         kind = type(empty_network(source, family, config))
         network, loaded = kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
+    directory = files[0].parent
     if (directory / "generation_config.json").exists():
         network.generation_config = GenerationConfig.from_pretrained(directory)
     return network, loaded

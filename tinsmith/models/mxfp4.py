@@ -5,7 +5,8 @@ byte holds two numbers, the first in its lower half, and `NAME_scales` [experts,
 with a bias (OCP Microscaling Formats, version 1.0).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,20 +35,40 @@ class Packed(NamedTuple):
     """[experts, out, groups] uint8"""
 
 
-def read_packed(files: Sequence[Path]) -> Iterator[tuple[str, Packed]]:
-    """Yield each parameter in MXFP4 in these safetensors files, of which no two are in memory at a time, by name.
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter in MXFP4 in safetensors files."""
 
-    Raises ConfigError if the scales of one are not there.
-    """
+    name: str
+    blocks: Path
+    """The file of its blocks."""
+    scales: Path
+    """The file of its scales."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[experts, in, out], as `dequantized` returns it."""
+        name = f"{self.name}{BLOCKS}"
+        with safe_open(self.blocks, framework="pt") as opened:
+            return unpacked_shapes({name: tuple(opened.get_slice(name).get_shape())})[self.name]
+
+    def read(self) -> Packed:
+        """Read it into the host's memory."""
+        return Packed(_tensor(self.blocks, f"{self.name}{BLOCKS}"), _tensor(self.scales, f"{self.name}{SCALES}"))
+
+
+def stored_parameters(files: Sequence[Path]) -> dict[str, StoredParameter]:
+    """Find the parameters in MXFP4 in these safetensors files, by name. Raises ConfigError if one has no scales."""
     places: dict[str, Path] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             places |= dict.fromkeys(opened.keys(), file)
+    found = {}
     for name in (name.removesuffix(BLOCKS) for name in places if name.endswith(BLOCKS)):
         if f"{name}{SCALES}" not in places:
             raise ConfigError(f"{files[0].parent}: its weights lack {name}{SCALES}; download them again")
-        blocks, scales = (_tensor(places[own], own) for own in (f"{name}{BLOCKS}", f"{name}{SCALES}"))
-        yield name, Packed(blocks, scales)
+        found[name] = StoredParameter(name, places[f"{name}{BLOCKS}"], places[f"{name}{SCALES}"])
+    return found
 
 
 def _tensor(file: Path, name: str) -> Tensor:

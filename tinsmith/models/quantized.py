@@ -15,7 +15,7 @@ the same for all layers: only `grouped_product.py` reads it, right behind. A dec
 themselves (`kernels/experts.py`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from tinsmith.kernels.device import move_weights
 from tinsmith.kernels.dispatch import with_kernel
 from tinsmith.models.layers import Experts
 from tinsmith.models.layout import Layout
-from tinsmith.models.mxfp4 import E2M1
+from tinsmith.models.mxfp4 import E2M1, METHOD, StoredParameter, dequantized
 
 E4M3_MOST = 448.0
 """The largest number of e4m3."""
@@ -256,21 +256,33 @@ def quantize_experts(
     dtype: torch.dtype,
     device: torch.device,
     home: torch.device,
+    packed: Mapping[str, StoredParameter],
 ) -> None:
     """Quantize the experts of a language model in `dtype`, one layer after another on `device`; leave them at `home`.
 
-    So there is never more than one layer's in the base's precision on the device.
+    So there is never more than one layer's in the base's precision on the device. `packed` are those that the language
+    model has no numbers of: what is MXFP4 on disk stays as it is if that is the format.
     """
     hidden = layout.targets[f"layers.{next(iter(layout.experts))}.mlp.experts.gate_proj"].in_features
     scratch = Scratch(form, scratch_numbers(layout.experts.values(), hidden), dtype, device)
     for index, kind in layout.experts.items():
-        module: Any = language_model.get_submodule(f"layers.{index}.mlp.experts")
+        path = f"layers.{index}.mlp.experts"
+        module: Any = language_model.get_submodule(path)
+        stored = {name: packed.get(f"{path}.{name}") for name in ("gate_up_proj", "down_proj")}
+        for name, on_disk in stored.items():
+            if on_disk is not None:
+                delattr(module, name)
         move_weights(module, device)
-        for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(module, name)
-            weight = weight if kind.clamped is None else weight.transpose(1, 2)  # [experts, out, in]
-            codes, scales = (torch.cat(parts) for parts in zip(*_in_parts(weight, form), strict=True))
-            delattr(module, name)
+        for name, on_disk in stored.items():
+            if on_disk is not None and form.name == METHOD:
+                blocks, scales = on_disk.read()
+                codes = blocks.flatten(2)
+            else:
+                weight = getattr(module, name) if on_disk is None else dequantized(on_disk.read(), dtype).to(device)
+                weight = weight if kind.clamped is None else weight.transpose(1, 2)  # [experts, out, in]
+                codes, scales = (torch.cat(parts) for parts in zip(*_in_parts(weight, form), strict=True))
+                if on_disk is None:
+                    delattr(module, name)
             setattr(module, name, QuantizedParameter(form, codes, scales, scratch))
         module.to(home)  # biases too
 

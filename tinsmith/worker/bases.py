@@ -22,10 +22,12 @@ from tinsmith.kernels.compiled import digest_of_sources
 from tinsmith.memory.budget import GIB, computes_together
 from tinsmith.memory.sizing import require_sampler, size_of
 from tinsmith.models.base import BaseModel, load_base_model, loading_of, loading_to_compare, pick_device
+from tinsmith.models.families import is_packed
 from tinsmith.models.files import local_directory
 from tinsmith.models.fingerprint import state_of_files
 from tinsmith.models.layout import read_layout
 from tinsmith.models.machine import free_memory, limit_memory, size_text
+from tinsmith.models.mxfp4 import METHOD
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.expert_cost import ExpertCost, measure_cost
 from tinsmith.sampling.local.sampler import LocalSampler
@@ -106,7 +108,9 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None, measure
     for name, base in bases.items():
         begin()
         passed = _check(base, config, files[name], config.sampling.sampler == "local", on_host[name])
-        if measures and base.expert_format is not None:
+        if base.expert_format is not None and base.expert_format.name == METHOD and is_packed(base.config):
+            log.info("%s: its experts are held as its files have them", name)
+        elif measures and base.expert_format is not None:
             cost = _cost_of(base, passed.with_suffix(".cost"), remembers=bool(files[name]))
             log.info("%s: its experts are held in %s, which costs %s", name, base.expert_format.name, cost)
     return bases
