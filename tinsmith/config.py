@@ -387,7 +387,8 @@ class SamplingConfig:
         1.0,
         (
             "Memory of the server for the experts that computed sampled tokens, which losses with logprobs follow; of "
-            "Qwen3-30B-A3B 384 bytes a token; 0 records and follows none; when full, the oldest go"
+            "Qwen3-30B-A3B 384 bytes a token; 0 records and follows none; "
+            "when full, the oldest of the training run that has most of them go"
         ),
         "GiB",
         0,

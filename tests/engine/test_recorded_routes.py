@@ -1,7 +1,7 @@
 """What the engine keeps of the experts of sampled sequences.
 
 Invariant: Recorded experts are found by training run and whole sampled sequence, the longest that a datum begins with;
-memory is bounded, and the oldest go.
+memory is bounded, and the oldest of the run that has most of them go.
 """
 
 import numpy as np
@@ -47,7 +47,8 @@ def test_the_longest_whole_sequence_of_the_run_is_found() -> None:
     assert marks(kept, RUN, *asked[:1]) == [(7, 2)]
 
 
-def test_the_oldest_go_when_the_memory_is_full() -> None:
+def test_the_oldest_of_the_run_that_has_most_go_when_the_memory_is_full() -> None:
+    """One that samples much takes nothing from another."""
     kept = RecordedRoutes(3 * 400 + 60)
     kept.put(RUN, [routes(1, 1, 2, 3, 4), routes(2, 2, 2, 3, 4)])
     kept.put(OTHER, [routes(3, 1, 2, 3, 4)])
@@ -59,7 +60,7 @@ def test_the_oldest_go_when_the_memory_is_full() -> None:
     assert marks(kept, OTHER, asked[0], sequence(3, 2, 3)) == [(3, 3), (5, 2)]
     kept.put(RUN, [routes(6, *range(240))])
     assert marks(kept, RUN, *asked, sequence(*range(240))) == [None] * 3
-    assert marks(kept, OTHER, asked[0]) == [None]
+    assert marks(kept, OTHER, asked[0], sequence(3, 2, 3)) == [(3, 3), (5, 2)]
 
 
 def test_an_ended_session_takes_its_own_along() -> None:

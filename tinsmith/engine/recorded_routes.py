@@ -7,7 +7,6 @@ from others by its tokens and images alone. An engine that ends takes them along
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
@@ -23,74 +22,76 @@ _RECORD_BYTES = 400
 """Roughly, beside the array."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Recorded:
-    length: int
-    """Tokens of the sequence."""
-    experts: ExpertIndices
+class _Records:
+    """What the weights of one training run have sampled."""
 
-    @property
-    def size(self) -> int:
-        return _RECORD_BYTES + self.experts.nbytes
+    def __init__(self) -> None:
+        self.kept: OrderedDict[bytes, tuple[int, ExpertIndices]] = OrderedDict()
+        """Tokens and experts of each sequence, by its digest; the oldest first."""
+        self.lengths = Counter[int]()
+        """How many sequences of each length there are."""
+        self.bytes = 0
 
+    def put(self, tokens: Tokens, experts: ExpertIndices) -> None:
+        digest = _digest(tokens)
+        if digest in self.kept:
+            self.drop(digest)
+        self.kept[digest] = len(tokens), experts
+        self.lengths[len(tokens)] += 1
+        self.bytes += _RECORD_BYTES + experts.nbytes
 
-class RecordedRoutes:
-    """Records of at most `max_bytes`, for any thread; the oldest go first."""
+    def drop(self, digest: bytes) -> None:
+        length, experts = self.kept.pop(digest)
+        self.bytes -= _RECORD_BYTES + experts.nbytes
+        self.lengths[length] -= 1
+        if not self.lengths[length]:
+            del self.lengths[length]
 
-    def __init__(self, max_bytes: float) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._lock = Lock()
-        self._kept: OrderedDict[tuple[str, bytes], _Recorded] = OrderedDict()
-        """By training run and digest of the sequence, the oldest first."""
-        self._lengths: dict[str, Counter[int]] = {}
-        """How many sequences of each length a training run has."""
-
-    def put(self, run: str, routes: Sequence[SequenceRoutes]) -> None:
-        """Keep the experts of sequences that weights of a training run, by its model id, have sampled."""
-        with self._lock:
-            for each in routes:
-                key = run, _digest(each.tokens)
-                self._drop(key)
-                self._kept[key] = kept = _Recorded(len(each.tokens), each.experts)
-                self._lengths.setdefault(run, Counter())[len(each.tokens)] += 1
-                self._bytes += kept.size
-            while self._bytes > self._max_bytes:
-                self._drop(next(iter(self._kept)))
-
-    def find(self, run: str, sequences: Sequence[Tokens]) -> list[ExpertIndices | None]:
-        """Return the experts of the longest recorded sequence that each of these begins with, or is."""
-        with self._lock:
-            lengths = sorted(self._lengths.get(run, ()))
-            return [self._longest(run, tokens, lengths) for tokens in sequences]
-
-    def _longest(self, run: str, tokens: Tokens, lengths: Sequence[int]) -> ExpertIndices | None:
+    def longest(self, tokens: Tokens, lengths: Sequence[int]) -> ExpertIndices | None:
+        """The experts of the longest sequence of ascending `lengths` that these tokens begin with."""
         found, digest, start = None, hashlib.blake2b(digest_size=16), 0
         for length in lengths:
             if length > len(tokens):
                 break
             digest.update(tokens[start:length].tobytes())
             start = length
-            found = self._kept.get((run, digest.digest()), found)
-        return None if found is None else found.experts
+            found = self.kept.get(digest.digest(), found)
+        return None if found is None else found[1]
+
+
+class RecordedRoutes:
+    """Records of at most `max_bytes`, for any thread; the oldest of the training run that has most of them go first."""
+
+    def __init__(self, max_bytes: float) -> None:
+        self._max_bytes = max_bytes
+        self._lock = Lock()
+        self._runs: dict[str, _Records] = {}
+        """By training run."""
+
+    def put(self, run: str, routes: Sequence[SequenceRoutes]) -> None:
+        """Keep the experts of sequences that weights of a training run, by its model id, have sampled."""
+        with self._lock:
+            records = self._runs.setdefault(run, _Records())
+            for each in routes:
+                records.put(each.tokens, each.experts)
+            while sum(own.bytes for own in self._runs.values()) > self._max_bytes:
+                most = max(self._runs, key=lambda run: self._runs[run].bytes)
+                self._runs[most].drop(next(iter(self._runs[most].kept)))
+                if not self._runs[most].kept:
+                    del self._runs[most]
+
+    def find(self, run: str, sequences: Sequence[Tokens]) -> list[ExpertIndices | None]:
+        """Return the experts of the longest recorded sequence that each of these begins with, or is."""
+        with self._lock:
+            records = self._runs.get(run) or _Records()
+            lengths = sorted(records.lengths)
+            return [records.longest(tokens, lengths) for tokens in sequences]
 
     def forget_session(self, session_id: str) -> None:
         """Drop what the training runs of an ended session have sampled."""
         with self._lock:
-            for key in [key for key in self._kept if ids.session_of(key[0]) == session_id]:
-                self._drop(key)
-
-    def _drop(self, key: tuple[str, bytes]) -> None:
-        gone = self._kept.pop(key, None)
-        if gone is not None:
-            run, _ = key
-            self._bytes -= gone.size
-            lengths = self._lengths[run]
-            lengths[gone.length] -= 1
-            if not lengths[gone.length]:
-                del lengths[gone.length]
-            if not lengths:
-                del self._lengths[run]
+            for run in [run for run in self._runs if ids.session_of(run) == session_id]:
+                del self._runs[run]
 
 
 def _digest(tokens: Tokens) -> bytes:
