@@ -81,6 +81,17 @@ OTHER_DECODERS: dict[str, dict[str, Any]] = {
 }
 """Dense decoders that Tinsmith has no code for, with settings that differ from `SMALL`."""
 
+OTHER_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48, "sliding_window": None},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+"""Mixtures of experts that `tinsmith tiny-model` does not write, likewise."""
+
 
 def write_decoder(model_type: str, directory: Path, **settings: Any) -> None:
     """A tiny random model of any type that transformers has a decoder for, with the tiny Qwen3 tokenizer."""
@@ -96,8 +107,8 @@ def write_family(model_type: str, directory: Path) -> None:
     if model_type in tiny:
         write_tiny_model(tiny[model_type], directory)
         return
-    if model_type in OTHER_DECODERS:
-        write_decoder(model_type, directory, **OTHER_DECODERS[model_type])
+    if model_type in OTHER_DECODERS | OTHER_EXPERTS:
+        write_decoder(model_type, directory, **(OTHER_DECODERS | OTHER_EXPERTS)[model_type])
         return
     borrowed: dict[str, TinyKind] = {
         "qwen2_5_vl": "qwen3-vl",

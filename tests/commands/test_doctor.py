@@ -193,10 +193,10 @@ def test_blocks_and_slots_of_a_hybrid_model_are_told(
 
 
 def test_a_refused_model_and_a_port_or_directory_that_cannot_be_had_are_missing(tmp_path: Path) -> None:
-    write_decoder("mixtral", tmp_path / "moe", num_local_experts=4)
+    write_decoder("olmoe", tmp_path / "moe", num_experts=4)
     (tmp_path / "file").touch()
     report = doctor(tmp_path / "file" / "data", "--base-model", f"moe={tmp_path / 'moe'}", lacks="data directory, moe")
-    assert "'mixtral' is a mixture of experts" in report
+    assert "'olmoe' is a mixture of experts" in report
     assert re.search(r"data directory missing \S+: cannot write to \S+/file; choose another with --data-dir", report)
     with socket.create_server(("127.0.0.1", 0)) as other, only_user(tmp_path):
         port = str(other.getsockname()[1])

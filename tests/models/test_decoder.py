@@ -20,7 +20,16 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from tests.bases import DEVICE, image_chunks, load, random_adapter, random_tokens, renderer, write_decoder
+from tests.bases import (
+    DEVICE,
+    OTHER_EXPERTS,
+    image_chunks,
+    load,
+    random_adapter,
+    random_tokens,
+    renderer,
+    write_decoder,
+)
 from tests.extent import families
 from tinsmith.config import ModelsConfig
 from tinsmith.models.attention import FlashAttention, PackedPlan, with_sinks
@@ -33,7 +42,7 @@ from tinsmith.models.read_decoder import read_decoder
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
 
-EXPERTS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text", "gpt_oss"]
+EXPERTS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text", "gpt_oss", *OTHER_EXPERTS]
 KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text", *EXPERTS]
 
 Dirs = Callable[[str], Path]

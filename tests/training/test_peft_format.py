@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.bases import (
+    OTHER_EXPERTS,
     datum,
     image_chunks,
     load,
@@ -55,7 +56,7 @@ from tinsmith.training.peft_config import read_peft_config
 from tinsmith.training.peft_format import read_peft, write_download, write_merged, write_peft
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
-WITH_EXPERTS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss"]
+WITH_EXPERTS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss", *OTHER_EXPERTS]
 TEXT_ONLY = ("qwen3_moe", "gpt_oss")
 Bases = Callable[[str], BaseModel]
 Dirs = Callable[[str], Path]
@@ -440,7 +441,10 @@ def test_modules_of_a_download_are_named_as_the_cookbook_expects_for_the_files_o
 def test_a_download_has_experts_as_the_cookbook_expects_them(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str
 ) -> None:
-    """A matrix that all share comes once. PEFT, which does not know these names, refuses the adapter."""
+    """A matrix that all share comes once. PEFT, which does not know these names, refuses the adapter.
+
+    Of Mixtral, whose names in files are similar, it leaves the experts out and warns.
+    """
     base = family_base(family)
     adapter = random_adapter(base, rank=5, seed=1)
     write_download(adapter, base.layout, str(family_dir(family)), "x", tmp_path)
@@ -455,8 +459,12 @@ def test_a_download_has_experts_as_the_cookbook_expects_them(
             assert tensor.shape == shape
             assert torch.equal(tensor.squeeze(0), own)
     assert not [name for name in tensors if "experts.gate_proj" in name or ".base_layer." in name]
-    with pytest.raises(ValueError, match="not found in the base model"):
-        PeftModel.from_pretrained(transformers_model(family_dir(family)), str(tmp_path))
+    if family == "mixtral":
+        with pytest.warns(UserWarning, match=r"missing adapter keys .*mlp\.experts\.lora_A"):
+            PeftModel.from_pretrained(transformers_model(family_dir(family)), str(tmp_path))
+    else:
+        with pytest.raises(ValueError, match="not found in the base model"):
+            PeftModel.from_pretrained(transformers_model(family_dir(family)), str(tmp_path))
 
 
 def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

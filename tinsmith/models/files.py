@@ -19,7 +19,7 @@ PICKLED = "pytorch_model*.bin"
 """Files that transformers loads if there is no safetensors file. A trainer may have left other .bin files beside."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names in configurations for the number of experts of a mixture."""
-EXPERT_MODELS = ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text", "gpt_oss")
+EXPERT_MODELS = ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen2_moe", "mixtral", "gpt_oss")
 """Model types whose mixtures of experts `models/experts.py` computes."""
 
 DEQUANTIZED = {("gpt_oss", "mxfp4")}

@@ -244,7 +244,7 @@ class Bench:
     "any_base",
     [
         *("mistral", "qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "gpt_oss"),
-        *slow("llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl_moe"),
+        *slow("llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl_moe", "mixtral", "qwen2_moe"),
     ],
     indirect=True,
 )
