@@ -29,8 +29,9 @@ from tinsmith.models.base import BaseModel
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
+from tinsmith.training.paged_state import StatePager
 from tinsmith.training.parallel import sequence_parallel
-from tinsmith.training.parallel.sequence_parallel import share_heads, slices_of
+from tinsmith.training.parallel.sequence_parallel import SequenceParallelPlan, share_heads, slices_of
 from tinsmith.wire.chunks import Chunk
 
 TRAINING = TrainingConfig(logits_chunk=16)
@@ -307,6 +308,30 @@ def test_where_memory_ends_on_one_all_recompute_more(member: Member) -> None:
     assert again == pytest.approx(loss, rel=1e-6)
     assert expected
     assert all(far(one, other) < WITHIN for one, other in zip(totals, expected, strict=True))
+
+
+@in_processes(2)
+def test_where_memory_ends_on_one_other_models_leave_before_the_sequence_is_refused(member: Member) -> None:
+    """They left the device of the first worker before: it computes again all the same."""
+    backend, plain = LocalBackend(member.base("text"), TRAINING, member.group), SequenceParallelPlan.attend
+    backend.memory.pager = pager = StatePager(backend.base.device, 2**40, host_room=2**30)
+    model_id, other = create_models(backend, (4, 8))
+    good = work_of(backend.base, model_id, "text", 1, 97)
+    expected = together(backend, good).loss
+    backend.clear_gradients(model_id)
+    if member.rank == 0:
+        pager.leave_only([backend.optimizers[model_id]])
+
+    def attend(plan: SequenceParallelPlan, *given: Any) -> Tensor:
+        if pager.is_on_device(backend.optimizers[other]):
+            raise torch.OutOfMemoryError("no memory")
+        return plain(plan, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SequenceParallelPlan, "attend", attend)
+        assert together(backend, good).loss == pytest.approx(expected, rel=1e-6)
+    assert not pager.is_on_device(backend.optimizers[other])
+    assert backend.optimizers[model_id].accumulator.totals is not None
 
 
 @in_processes(2)

@@ -45,6 +45,7 @@ from tinsmith.protocol.shapes import AdamSettings, LoraShape, WeightsRef
 from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
+from tinsmith.training.paged_state import StatePager
 from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
 from tinsmith.training.parallel.sharded_backend import ShardedBackend
 from tinsmith.training.parallel.sharded_layers import ShardedDecoder, shard
@@ -548,6 +549,25 @@ def test_a_worker_without_memory_lets_nobody_wait(member: Member) -> None:
         refused(lambda: backend.copy_part("all", optimizer=True), TinsmithError, OUT_OF_MEMORY)
     assert "more" not in backend.optimizers
     assert_near(weights(backend, "all")["all"], before)
+
+
+@in_processes(2)
+def test_the_adapter_that_was_used_last_makes_way_for_all_weights(member: Member) -> None:
+    """Its state leaves the device if there is no room for both."""
+    base = on_host(member.directory / "bases" / "text", "float32", str(here()))
+    shard(base, member.group)
+    backend = ShardedBackend(base, TRAINING, member.group)
+
+    def free(*_: object) -> int:
+        return 0 if all(map(backend.memory.pager.is_on_device, backend.optimizers.values())) else 2**40
+
+    backend.memory.pager = StatePager(base.device, host_room=2**30, free=free)
+    backend.create_model("four", SHAPES["four"])
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("training.model_memory", "models.machine"):
+            patch.setattr(f"tinsmith.{module}.free_memory", free)
+        backend.create_model("all", SHAPES["all"])
+    assert not backend.memory.pager.is_on_device(backend.optimizers["four"])
 
 
 @in_processes(2, 3)

@@ -255,6 +255,22 @@ def test_host_memory_that_ends_leaves_all_as_it_was(text_base: BaseModel, number
     assert_same(backend, whole, "ab")
 
 
+def test_host_memory_that_others_have_taken_is_not_asked_for(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Linux would end the process when it writes there: the model stays on the device until there is room."""
+    backend = backend_with_room(text_base, 1, "ab")
+    pager, optimizers = backend.memory.pager, [backend.optimizers[name] for name in "ab"]
+    size = sum(tensor.nbytes for tensor in pager.models[optimizers[1]].travelling)
+    with monkeypatch.context() as patch:
+        patch.setattr("tinsmith.models.machine._memory", lambda: (2**40, size - 1))
+        pager.bring(optimizers[:1])
+        assert all(map(pager.is_on_device, optimizers))
+    assert "host memory ends: a model stays on" in caplog.text
+    backend.create_model("c", SHAPE)
+    assert on_device(backend) == "c"
+
+
 @pytest.mark.parametrize("number", range(1, 5))
 def test_device_memory_that_ends_leaves_all_as_it_was(
     text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, number: int

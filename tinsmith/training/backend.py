@@ -1,7 +1,7 @@
 """Training on one base model in one process: its models and their optimizers, their snapshots and saved states."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from weakref import WeakValueDictionary
 
 import torch
@@ -116,19 +116,12 @@ class LocalBackend:
         optimizer = self.optimizers[model_id]
         self.frozen.pop(model_id, None)
         try:
-            self._bring_to_step(optimizer)
-            with threads_for_step(optimizer.weights.parameter_count):
+            with _refused_without_memory(self.base.device), threads_for_step(optimizer.weights.parameter_count):
+                self._bring_to_step(optimizer)
                 self.memory.claim_moments(optimizer)
                 if self.group is None or optimizer.sums_passes:
                     return optimizer.step(settings)
                 return all_reduce_step(optimizer, settings, self.group)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise TinsmithError(
-                "the step was refused, the gradients are cleared and the weights stay as they were: "
-                f"it needs more memory than {self.base.device} has left; end other models or their sampling: {error}"
-            ) from error
         finally:
             self.memory.pager.freed()
 
@@ -136,7 +129,10 @@ class LocalBackend:
         """Bring a model to the devices of all workers; its gradients are cleared on all if one has no room for it."""
         pager, group = self.memory.pager, self.group if self.memory.pager.is_limited else None
         try:
-            with nullcontext() if group is None else failing_on_all(group, RuntimeError, MemoryError):
+            with (
+                failing_on_all(group, TinsmithError, RuntimeError, MemoryError) if group else nullcontext(),
+                _refused_without_memory(self.base.device),
+            ):
                 pager.bring([optimizer])
         except Exception:
             optimizer.accumulator.totals = None
@@ -225,3 +221,17 @@ class LocalBackend:
         if self.sequences is None:
             raise TinsmithError("this worker is alone: it computes no sequence together with others")
         return self.sequences.run(number, work, backward)
+
+
+@contextmanager
+def _refused_without_memory(device: torch.device) -> Iterator[None]:
+    """Say what became of a step for which memory ran out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TinsmithError(
+            "the step was refused, the gradients are cleared and the weights stay as they were: "
+            f"it needs more memory than {device} has left; end other models or their sampling: {error}"
+        ) from error

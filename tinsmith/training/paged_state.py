@@ -28,6 +28,7 @@ from tinsmith.kernels.device import Stopwatch
 from tinsmith.memory.budget import ModelBytes, paged_out_at_most
 from tinsmith.memory.retries import is_out_of_memory
 from tinsmith.models.lora import Adapter
+from tinsmith.models.machine import free_memory, give_back_pinned_memory, size_text
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.update_check import ENTRIES
@@ -223,10 +224,11 @@ class StatePager:
     def _page_out(self, model: PagedModel) -> bool:
         """Move a model to host memory; False, and all as it was, if that has no room."""
         tensors = model.travelling
-        held = sum(other.host_bytes for other in self.models.values())
-        if held + sum(tensor.nbytes for tensor in tensors) > self.host_room:
+        held, size = sum(other.host_bytes for other in self.models.values()), sum(tensor.nbytes for tensor in tensors)
+        if held + size > self.host_room:
             return False
         try:
+            _require_host(size)
             pieces = {id(tensor): self._host_pieces(tensor) for tensor in tensors}
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -282,3 +284,12 @@ class StatePager:
             yield
             watch.stop()
             self._watches.append(watch)
+
+
+def _require_host(size: int) -> None:
+    """Raise MemoryError if the host lacks so many bytes, which Linux may promise and end the process for."""
+    host = torch.device("cpu")
+    if size > free_memory(host):
+        give_back_pinned_memory()  # of models that came back
+    if size > (free := free_memory(host)):
+        raise MemoryError(f"{size_text(size)} are needed, and {size_text(max(0, free))} are free")

@@ -342,9 +342,10 @@ class SequenceParallel:
             raise error_of(ready.error_type, ready.reason)
         datum, optimizer = ready
         tokens = -(-len(datum.rendered) // self.group.count)
-        outcome = self.memory_retries.run(
-            partial(self._attempt, datum, optimizer, backward), tokens, backward, alone=True
-        )
+        attempt = partial(self._attempt, datum, optimizer, backward)
+        outcome = self.memory_retries.run(attempt, tokens, backward, alone=True)
+        while isinstance(outcome, PassFailure) and outcome.out_of_memory and self._others_leave(optimizer):
+            outcome = self.memory_retries.run(attempt, tokens, backward, alone=True)
         if isinstance(outcome, PassFailure):
             needs = (
                 f"a sequence of {len(datum.rendered)} tokens needs more memory than {self.group.count} workers "
@@ -367,6 +368,10 @@ class SequenceParallel:
         optimizer = self.models.optimizers[work.model_id]
         self.models.pager.bring([optimizer])
         return work, optimizer
+
+    def _others_leave(self, optimizer: Optimizer) -> bool:
+        """Page out all other models on all workers; returns whether one had any that its host memory has taken."""
+        return any(self.group.gather(self.models.pager.leave_only([optimizer])))
 
     def _most_of_all(self, choose: Choice) -> Recomputation | None:
         """Return the most that any worker chooses, as recomputing exchanges again; None if one has no choice left."""

@@ -169,6 +169,7 @@ class ShardedBackend(LocalBackend):
         if shape.rank > 0:
             super().create_model(model_id, shape)
             return
+        self.memory.pager.bring([])  # none is used now
         with failing_on_all(self.group, UserError, RuntimeError, MemoryError):
             optimizer = self._new_sharded(shape)
         with self._fatal("all took the weights of the base"):
