@@ -142,6 +142,20 @@ def test_parameters_that_stay_apart_take_no_memory(packed: Path, family_dir: Cal
     assert packed_parameters(str(family_dir("gpt_oss"))) == {}
 
 
+def test_what_is_packed_and_belongs_to_no_experts_is_refused(packed: Path, tmp_path: Path) -> None:
+    """It would be left without numbers."""
+    directory = Path(shutil.copytree(packed, tmp_path / "model"))
+    file = directory / "model-1.safetensors"
+    other = {"model.other_blocks": torch.zeros(1, 32, 2, 16), "model.other_scales": torch.zeros(1, 32, 2)}
+    other = {name: tensor.to(torch.uint8) for name, tensor in other.items()}
+    save_file(load_file(file) | other, file, metadata={"format": "pt"})
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(other, file.name)
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="other is in MXFP4 and none of its experts'; omit --expert-dtype"):
+        load(directory, expert_dtype="fp8")
+
+
 def test_experts_of_other_formats_are_made_of_what_the_files_hold(packed: Path) -> None:
     """As of the same weights in bfloat16 files, whose layers are all in memory before."""
     base, whole = load(packed, expert_dtype="fp8", dtype="bfloat16"), load(packed, dtype="bfloat16")

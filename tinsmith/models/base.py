@@ -286,7 +286,8 @@ def load_base_model(
     if expert_format is not None:
         home = torch.device("cpu") if layers_on_host else device
         inside = {name.removeprefix(f"{network.base_model_prefix}."): own for name, own in packed.items()}
-        quantize_experts(language_model, layout, expert_format, dtype, device, home, inside)
+        if left := quantize_experts(language_model, layout, expert_format, dtype, device, home, inside):
+            raise ConfigError(f"{source}: {min(left)} is in MXFP4 and none of its experts'; omit --expert-dtype")
     if layers_on_host:
         move_all_but_layers(network, language_model, device)
     else:

@@ -32,6 +32,8 @@ from tinsmith.models.mxfp4 import E2M1, METHOD, StoredParameter, dequantized
 
 E4M3_MOST = 448.0
 """The largest number of e4m3."""
+EXPERTS = ("gate_up_proj", "down_proj")
+"""Names of transformers' parameters of a mixture."""
 AT_ONCE = 2**26
 """Numbers that are quantized, or read back, at a time: in between each takes 8 bytes and more."""
 
@@ -257,18 +259,19 @@ def quantize_experts(
     device: torch.device,
     home: torch.device,
     packed: Mapping[str, StoredParameter],
-) -> None:
+) -> set[str]:
     """Quantize the experts of a language model in `dtype`, one layer after another on `device`; leave them at `home`.
 
     So there is never more than one layer's in the base's precision on the device. `packed` are those that the language
-    model has no numbers of: what is MXFP4 on disk stays as it is if that is the format.
+    model has no numbers of: what is MXFP4 on disk stays as it is if that is the format. Returns the names of those that
+    are no experts', and still have none.
     """
     hidden = layout.targets[f"layers.{next(iter(layout.experts))}.mlp.experts.gate_proj"].in_features
     scratch = Scratch(form, scratch_numbers(layout.experts.values(), hidden), dtype, device)
     for index, kind in layout.experts.items():
         path = f"layers.{index}.mlp.experts"
         module: Any = language_model.get_submodule(path)
-        stored = {name: packed.get(f"{path}.{name}") for name in ("gate_up_proj", "down_proj")}
+        stored = {name: packed.get(f"{path}.{name}") for name in EXPERTS}
         for name, on_disk in stored.items():
             if on_disk is not None:
                 delattr(module, name)
@@ -285,6 +288,7 @@ def quantize_experts(
                     delattr(module, name)
             setattr(module, name, QuantizedParameter(form, codes, scales, scratch))
         module.to(home)  # biases too
+    return set(packed) - {f"layers.{index}.mlp.experts.{name}" for index in layout.experts for name in EXPERTS}
 
 
 def _in_parts(weight: Tensor, form: Format) -> Iterator[tuple[Tensor, Tensor]]:
