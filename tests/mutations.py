@@ -948,6 +948,27 @@ MUTATIONS = (
         '"raw_logprobs"',
         ("tests/sampling/vllm/test_launch.py",),
     ),
+    Mutation(
+        "every tenant owns all sessions",
+        "tinsmith/store/sessions.py",
+        'return or_(owner == bindparam("tenant"), bindparam("tenant", type_=Text).is_(None))',
+        'return or_(owner != bindparam("tenant"), owner == bindparam("tenant"), bindparam("tenant").is_(None))',
+        ("tests/server/test_tenants.py",),
+    ),
+    Mutation(
+        "a key is known by the part that is no secret",
+        "tinsmith/store/keys.py",
+        "return key if is_right else None",
+        "return key if is_right or text else None",
+        ("tests/server/test_tenants.py", "tests/commands/test_keys.py"),
+    ),
+    Mutation(
+        "who may read a published checkpoint may change it",
+        "tinsmith/server/access.py",
+        'return named == "readable checkpoint" and (',
+        "return bool(named) and (",
+        ("tests/server/test_tenants.py",),
+    ),
 )
 
 

@@ -34,6 +34,7 @@ async def listening(
         http = uvicorn.Server(http_config(server.hub))
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
+        await server.hub.tenants.caller({})  # bodies are read once the keys are
         serving = asyncio.create_task(http.serve([listener]))
         yield port, lambda: asyncio.open_connection("127.0.0.1", port)
         http.should_exit = True

@@ -48,7 +48,7 @@ async def test_nothing_is_billed_nothing_audited_and_any_key_is_the_owners(serve
         ("audit?event_type=checkpoint&day=2026-01-01", "entries"),
     ):
         assert await server.shown(path) == {key: []}
-    assert (await server.shown("auth/apikey/me"))["note"] == "this server does not check keys"
+    assert (await server.shown("auth/apikey/me"))["note"] == "this server has no keys, and checks none"
 
 
 async def test_a_client_of_a_version_that_does_not_work_is_told_which_do(server: Served) -> None:

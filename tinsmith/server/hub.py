@@ -24,7 +24,7 @@ from tinsmith.protocol.serving import (
 )
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
-from tinsmith.server.body import LargeBodies, read_body
+from tinsmith.server.body import LargeBodies
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.queued_operations import QueuedOperations
@@ -33,6 +33,7 @@ from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook, SamplingSessions
 from tinsmith.server.signatures import UrlSigner
+from tinsmith.server.tenants import Tenants
 from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Checkpoint, Model, Outcome, Session
@@ -110,6 +111,7 @@ class Hub:
         """Make it in the event loop; `engine.run` starts the engine."""
         self.config = config
         self.store = AsyncStore(store)
+        self.tenants = Tenants(self.store)
         self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
         self.shared = None if config.training.trains else SharedCheckpoints(self.files)
         """Checkpoints of another server; for one that only samples."""
@@ -237,8 +239,3 @@ def hub_of(request: Request) -> Hub:
     """The hub of this request's server."""
     hub: Hub = request.app.state.hub
     return hub
-
-
-async def operation_body(request: Request) -> bytes:
-    """A JSON body up to `max_json_kib`. Raises as `read_body`."""
-    return await read_body(request, hub_of(request).config.requests.max_json_kib * 1024, "max_json_kib")

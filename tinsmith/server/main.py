@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import math
 import resource
+import shlex
 import signal
 import socket
 import time
@@ -16,24 +17,24 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError, NotFoundError, translated
 from tinsmith.logs import start_logging
+from tinsmith.server.access import PREFIX, admit
 from tinsmith.server.http_protocol import Origins, http_protocol
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
 from tinsmith.server.replies import add_error_replies
 from tinsmith.server.routes import catalog, checkpoints, downloads, futures, sampling, service, training
 from tinsmith.store.disk import only_user
+from tinsmith.store.keys import list_keys
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
 
 # The FastAPI application: routes, error replies, and an answer for the parts of the Tinker API that are not built.
-
-_PREFIX = "/api/v1"
 
 
 def create_app(hub: Hub) -> FastAPI:
@@ -44,16 +45,17 @@ def create_app(hub: Hub) -> FastAPI:
     add_error_replies(app)
     # Routes are tried in order: those that every step and every sample takes come first.
     for routes in (futures, training, sampling, service, catalog, checkpoints, downloads):
-        app.include_router(routes.router, prefix=_PREFIX)
-    app.add_api_route("/{path:path}", _not_built, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+        app.include_router(routes.router, prefix=PREFIX, dependencies=[Depends(admit)])
+    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    app.add_api_route("/{path:path}", _not_built, methods=methods, dependencies=[Depends(admit)])
     return app
 
 
 async def _not_built(request: Request) -> Response:
-    if request.url.path.startswith(f"{_PREFIX}{_PREFIX}/"):
+    if request.url.path.startswith(f"{PREFIX}{PREFIX}/"):
         base_url = str(request.base_url).rstrip("/")
         raise NotFoundError(
-            f"{request.url.path} does not exist: the client adds {_PREFIX} to its base_url by itself; "
+            f"{request.url.path} does not exist: the client adds {PREFIX} to its base_url by itself; "
             f"leave it off, as in base_url={base_url!r}"
         )
     # Not 501, which would be fitting: the SDK sends 5xx again for minutes.
@@ -102,6 +104,7 @@ def _run(config: Config, until_ready: bool) -> None:
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
+        _require_keys_or_loopback(config, listener, store)
         signals = uvloop.run(_serve(config, listener, store, data_dir, until_ready))
     if len(signals) > 1 or (signals and until_ready):
         raise SystemExit(128 + signals[-1])
@@ -216,5 +219,12 @@ def _announce(config: Config, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log.info("listening on http://%s:%d, data in %s", shown, port, config.data_dir)
-    if not ipaddress.ip_address(host).is_loopback:
-        log.warning("there are no API keys yet: everyone who can reach http://%s:%d can use this server", shown, port)
+
+
+def _require_keys_or_loopback(config: Config, listener: socket.socket, store: Store) -> None:
+    """Raise ConfigError if others than this machine could reach a server that asks nobody for a key."""
+    if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback and not list_keys(store):
+        raise ConfigError(
+            f"host={config.server.host} can be reached from other machines, and there are no API keys: make one with "
+            f"`tinsmith keys add NAME --data-dir {shlex.quote(config.data_dir)}`, or use --host 127.0.0.1"
+        )

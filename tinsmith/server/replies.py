@@ -48,12 +48,17 @@ class GoneError(UserError):
     """Something has ended that the client may start again (HTTP 410)."""
 
 
+class UnauthorizedError(UserError):
+    """The request has no API key that is valid here (HTTP 401)."""
+
+
 class ForbiddenError(UserError):
-    """The URL was not signed by this server, or has expired (HTTP 403)."""
+    """The key does not allow this, or a URL was not signed by this server or has expired (HTTP 403)."""
 
 
 _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
     (GoneError, 410),
+    (UnauthorizedError, 401),
     (ForbiddenError, 403),
     (NotFoundError, 404),
     (TooLargeError, 413),

@@ -28,6 +28,9 @@ CommandKind = Literal[
 REJECTED: Literal["rejected"] = "rejected"
 """An operation refused when it came in. It keeps its place in the sequence; its payload is its error."""
 
+LOCAL = "local"
+"""The tenant of all that came without an API key, or before there were any."""
+
 SESSION_END = "session-end"
 """Name of the checkpoint of a model that the server unloads."""
 
@@ -47,6 +50,38 @@ class Session:
     created_at: float
     """Unix time, as all times here."""
     finished_at: float | None
+
+
+Role = Literal["admin", "member", "read-only"]
+"""A read-only key looks and downloads; a member works; an admin works, and sees and manages what all tenants have."""
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A key of a tenant. Limits hold for all that its tenant uses; None is no limit."""
+
+    name: str
+    key_id: str
+    """The part of the key that is no secret."""
+    digest: bytes
+    """SHA-256 of the whole key: it has 256 random bits, so nothing slower is needed."""
+    tenant: str
+    role: Role
+    project_id: str | None = None
+    """The project of sessions that name none."""
+    models: list[str] | None = None
+    """Base models that it may use."""
+    max_models: int | None = None
+    """Models in training at a time."""
+    max_parallel: int | None = None
+    """Unfinished sequences of samples, and as many unfinished training operations."""
+    tokens_a_day: int | None = None
+    """Trained, prefilled and sampled tokens together."""
+    gpu_seconds_a_day: float | None = None
+    storage_bytes: int | None = None
+    created_at: float = 0.0
+    expires_at: float | None = None
+    revoked_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +149,9 @@ class Checkpoint:
     created_at: float
     expires_at: float | None
     public: bool = False
-    """Gives nobody access: the server has a single user."""
+    """Whether other tenants may read it."""
+    tenant: str = LOCAL
+    """Its owner."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +159,7 @@ class TrainingRun:
     """A model, in training or ended, as the API lists it."""
 
     model: Model
+    tenant: str
     last_request_at: float
     last_training: Checkpoint | None
     last_sampler: Checkpoint | None

@@ -21,7 +21,9 @@ from sqlalchemy import (
     text,
 )
 
-REVISION = "5"
+from tinsmith.store.records import LOCAL
+
+REVISION = "6"
 """The newest Alembic revision, a number: an unknown one can be told to be newer."""
 BASELINE = "5"
 """The oldest revision to migrate from; older ones were never released."""
@@ -46,6 +48,7 @@ sessions = Table(
     Column("finished_at", Float),
     Column("finish_reason", Text),
     Column("finish_detail", Text),
+    Column("tenant", Text, nullable=False, server_default=LOCAL, index=True),
 )
 
 models = Table(
@@ -130,6 +133,7 @@ checkpoints = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, index=True),
     Column("public", Boolean, nullable=False, server_default=false()),
+    Column("tenant", Text, nullable=False, server_default=LOCAL, index=True),
 )
 
 # Directories of checkpoint files that a save has begun to write and no row names yet.
@@ -146,4 +150,25 @@ discarded_directories = Table(
     metadata,
     Column("directory", Text, primary_key=True),
     Column("discarded_at", Float, nullable=False),
+)
+
+# API keys, of which only digests are kept. A revoked key keeps its row: a server that ever had keys goes on asking.
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("key_id", Text, nullable=False, unique=True),
+    Column("digest", LargeBinary, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("role", Text, nullable=False),
+    Column("project_id", Text),
+    Column("models", JSON(none_as_null=True)),
+    Column("max_models", Integer),
+    Column("max_parallel", Integer),
+    Column("tokens_a_day", Integer),
+    Column("gpu_seconds_a_day", Float),
+    Column("storage_bytes", Integer),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
 )

@@ -4,7 +4,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, FailFast, Field, model_validator
 
-from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, Metadata, StrictModel, TolerantModel, parse_json
+from tinsmith.wire.json_body import (
+    CountFromZero,
+    FiniteFloat,
+    Id,
+    Metadata,
+    Names,
+    StrictModel,
+    TolerantModel,
+    parse_json,
+)
 from tinsmith.wire.training_requests import TtlSeconds
 
 MOST_ACKNOWLEDGED = 2**16
@@ -24,7 +33,7 @@ class CreateSessionRequest(TolerantModel):
 class SessionHeartbeatRequest(TolerantModel):
     """POST session_heartbeat."""
 
-    session_id: Id
+    session_id: Annotated[Id, Names("living session")]
 
 
 class FinishReason(TolerantModel):
@@ -43,21 +52,21 @@ class FinishSessionRequest(TolerantModel):
 class RetrieveFutureRequest(StrictModel):
     """POST retrieve_future. `allow_metadata_only` permits, but does not ask for, a reply without the payload."""
 
-    request_id: Id
+    request_id: Annotated[Id, Names("request")]
     allow_metadata_only: bool = False
 
 
 class CancelFutureRequest(StrictModel):
     """POST cancel_future."""
 
-    request_id: Id
+    request_id: Annotated[Id, Names("request")]
 
 
 class SamplesOfClient(StrictModel):
     """The client that retrieve_futures is about."""
 
     type: Literal["sampling_session"] = "sampling_session"
-    sampling_session_id: Id
+    sampling_session_id: Annotated[Id, Names("sampling session")]
     cloned_sampler_id: CountFromZero = 0
     """Its number within the sampling session; 0 created it."""
 
@@ -90,17 +99,17 @@ def parse_poll(body: bytes) -> RetrieveFuturesRequest:
 class JoinSamplingSessionRequest(StrictModel):
     """POST join_sampling_session."""
 
-    sampling_session_id: Id
+    sampling_session_id: Annotated[Id, Names("sampling session")]
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 class CreateSamplingSessionRequest(StrictModel):
     """POST create_sampling_session, of a base model or a checkpoint; `base_model` may replace the checkpoint's."""
 
-    session_id: Id
+    session_id: Annotated[Id, Names("session")]
     sampling_session_seq_id: CountFromZero
     base_model: str | None = None
-    model_path: str | None = None
+    model_path: Annotated[str | None, Names("readable checkpoint")] = None
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
     @model_validator(mode="after")
@@ -123,7 +132,7 @@ class Query(BaseModel):
 
 
 class ScopeQuery(Query):
-    """Whose objects to list. There is one owner, so both scopes mean the same."""
+    """Whose objects to list: the tenant's own, or all that the key may use."""
 
     access_scope: Literal["owned", "accessible"] = "owned"
 
@@ -164,14 +173,14 @@ class TtlRequest(StrictModel):
 class WeightsInfoRequest(StrictModel):
     """POST weights_info."""
 
-    tinker_path: str
+    tinker_path: Annotated[str, Names("readable checkpoint")]
 
 
 class CopyWeightsRequest(StrictModel):
     """POST copy_weights: into a run of a session, or a new session of a project."""
 
-    source_path: str
-    session_id: Id | None = None
+    source_path: Annotated[str, Names("readable checkpoint")]
+    session_id: Annotated[Id | None, Names("session")] = None
     model_seq_id: CountFromZero | None = None
     destination_project_id: _Text | None = None
     ttl_seconds: TtlSeconds | None = None

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.serving import Sample
-from tinsmith.server.body import read_json
+from tinsmith.server.access import read_json, require
 from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of
 from tinsmith.server.replies import future_reply, json_reply
 from tinsmith.server.sample_checks import ReceivedSample, check_sample, receive_sample
@@ -97,6 +97,7 @@ async def asample(request: Request) -> Response:
         request, max_bytes, "max_sample_mib", "application/json", receive_sample, limits, hub.config.images
     )
     asked = received.request
+    await require(request, "sampling session", asked.sampling_session_id)
     request_id = ids.request_id(asked.sampling_session_id, asked.seq_id)
     hub.lifetimes.saw(request_id)
     session = await hub.sampling_sessions.find(asked.sampling_session_id)

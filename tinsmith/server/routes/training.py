@@ -6,14 +6,16 @@ Refused here, it would leave a hole in the sequence.
 
 import hashlib
 import logging
+from contextlib import suppress
 from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from tinsmith.errors import NotBuiltError, UserError, reported
+from tinsmith.errors import NotBuiltError, NotFoundError, UserError, reported
 from tinsmith.protocol.serving import Wake
 from tinsmith.protocol.shapes import rank_refusal
-from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of, operation_body
+from tinsmith.server.access import operation_body, owned, require
+from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
@@ -26,6 +28,7 @@ from tinsmith.wire.training_requests import (
     CreateModelRequest,
     GetInfoRequest,
     LoadWeightsAddress,
+    LoadWeightsRequest,
     OperationKey,
     OptimizerConfig,
     SaveWeightsForSamplerRequest,
@@ -79,7 +82,7 @@ async def create_model(request: Request) -> Response:
     """A new model. Nothing waits for it yet, so a wrong request is refused at once."""
     hub = hub_of(request)
     body = await operation_body(request)
-    asked = parse_json(CreateModelRequest, body)
+    asked = await owned(request, parse_json(CreateModelRequest, body))
     await hub.require_open_session(asked.session_id)
     facts = hub.base_models.find(asked.base_model, comes_from_here(request))
     if asked.lora_config.rank > facts.max_lora_rank:
@@ -99,7 +102,7 @@ async def create_model(request: Request) -> Response:
 async def get_info(request: Request) -> Response:
     """Describe a model. Only a client on this machine gets a directory as `tokenizer_id`."""
     hub = hub_of(request)
-    asked = parse_json(GetInfoRequest, await operation_body(request))
+    asked = await owned(request, parse_json(GetInfoRequest, await operation_body(request)))
     model = await hub.model(asked.model_id)
     facts = hub.base_models.find(model.base_model)
     tells = comes_from_here(request) or facts.tokenizer_id not in hub.base_models.directories()
@@ -130,6 +133,7 @@ async def forward_backward(request: Request) -> Response:
     key = received.key
     if not key.model_id or not 1 <= key.seq_id <= MAX_SEQ_ID:
         raise UserError(f"model_id={key.model_id!r}, seq_id={key.seq_id}: both are needed, and seq_id counts from 1")
+    await require(request, "model", key.model_id)
     if received.refused is not None:
         refused = NewCommand(key.model_id, key.seq_id, REJECTED, received.refused.encode(), digest=received.digest)
         return await _submit(hub, refused)
@@ -158,24 +162,24 @@ async def create_custom_loss() -> Response:
 @router.post("/optim_step", dependencies=_TRAINS)
 async def optim_step(request: Request) -> Response:
     """A step of the optimizer."""
-    return await _submit_json(hub_of(request), "optim_step", await operation_body(request))
+    return await _submit_json(request, "optim_step", await operation_body(request))
 
 
 @router.post("/save_weights", dependencies=_TRAINS)
 async def save_weights(request: Request) -> Response:
     """A checkpoint for training."""
-    return await _submit_json(hub_of(request), "save_weights", await operation_body(request))
+    return await _submit_json(request, "save_weights", await operation_body(request))
 
 
 @router.post("/save_weights_external", dependencies=_TRAINS)
 async def save_weights_external(request: Request) -> Response:
     """Weights in files that other tools load, to be downloaded."""
-    return await _submit_json(hub_of(request), "save_weights_external", await operation_body(request))
+    return await _submit_json(request, "save_weights_external", await operation_body(request))
 
 
-async def _submit_json(hub: Hub, kind: CommandKind, body: bytes) -> Response:
-    key = parse_json(OperationKey, body)
-    return await _submit(hub, NewCommand(key.model_id, key.seq_id, kind, body))
+async def _submit_json(request: Request, kind: CommandKind, body: bytes) -> Response:
+    key = await owned(request, parse_json(OperationKey, body))
+    return await _submit(hub_of(request), NewCommand(key.model_id, key.seq_id, kind, body))
 
 
 @router.post("/load_weights", dependencies=_TRAINS)
@@ -184,8 +188,8 @@ async def load_weights(request: Request) -> Response:
     hub = hub_of(request)
     body = await operation_body(request)
     if parse_json(LoadWeightsAddress, body).model_id is not None:
-        return await _submit_json(hub, "load_weights", body)
-    asked = parse_json(CreateFromCheckpointRequest, body)
+        return await _load_into(request, body)
+    asked = await owned(request, parse_json(CreateFromCheckpointRequest, body))
     await hub.require_open_session(asked.session_id)
     checkpoint = await hub.store.read(Store.require_checkpoint, asked.path, "training")
     base_model = asked.base_model or checkpoint.base_model
@@ -201,6 +205,18 @@ async def load_weights(request: Request) -> Response:
     return await _submit(hub, NewCommand(model.model_id, 0, "create_from_checkpoint", body, model=model))
 
 
+async def _load_into(request: Request, body: bytes) -> Response:
+    """Submit load_weights of a model that is there. If the checkpoint is not the caller's, its future will say so."""
+    key = await owned(request, parse_json(OperationKey, body))
+    refusals: list[NotFoundError] = []
+    with suppress(UserError), reported(NotFoundError, refusals.append):  # what else is wrong the engine finds
+        await owned(request, parse_json(LoadWeightsRequest, body))
+    if not refusals:
+        return await _submit(hub_of(request), NewCommand(key.model_id, key.seq_id, "load_weights", body))
+    refused, digest = str(refusals[0]).encode(), hashlib.sha256(body).digest()
+    return await _submit(hub_of(request), NewCommand(key.model_id, key.seq_id, REJECTED, refused, digest=digest))
+
+
 @router.post("/save_weights_for_sampler", dependencies=_TRAINS)
 async def save_weights_for_sampler(request: Request) -> Response:
     """Weights to sample from: a checkpoint, or a snapshot.
@@ -210,11 +226,11 @@ async def save_weights_for_sampler(request: Request) -> Response:
     """
     hub = hub_of(request)
     body = await operation_body(request)
-    key = parse_json(OperationKey, body)
+    key = await owned(request, parse_json(OperationKey, body))
     model = await hub.model(key.model_id)
     asked = _asked_snapshot(key, body)
     if asked is None:
-        return await _submit_json(hub, "save_weights_for_sampler", body)
+        return await _submit_json(request, "save_weights_for_sampler", body)
     session = SamplingSession(
         sampling_session_id=ids.sampling_session_id(model.session_id, asked.sampling_session_seq_id or 0),
         session_id=model.session_id,

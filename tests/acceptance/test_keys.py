@@ -1,0 +1,68 @@
+"""Two teams with keys of their own use one server through the SDK."""
+
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.acceptance.conftest import ready
+from tests.running import Server, tinsmith, tinsmith_here
+
+
+def add_key(data_dir: Path, *arguments: str) -> str:
+    """Run `tinsmith keys add`; the key that it prints."""
+    made = tinsmith_here("keys", "add", *arguments, "--data-dir", str(data_dir))
+    assert made.returncode == 0, made.stderr
+    return made.stdout.strip()
+
+
+def client(server: Server, key: str) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=server.url, api_key=key)
+
+
+def trained(service: tinker.ServiceClient) -> tuple[tinker.TrainingClient, str]:
+    """A model after a step, and the path under which its sampler weights are saved."""
+    model = service.create_lora_training_client("text", rank=4).result()
+    inputs = {
+        "target_tokens": types.TensorData(data=[2, 3], dtype="int64"),
+        "weights": types.TensorData(data=[1.0, 1.0], dtype="float32"),
+    }
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
+    model.forward_backward([datum], "cross_entropy").result()
+    model.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    return model, model.save_weights_for_sampler("a").result().path
+
+
+def test_two_teams_share_a_server_and_nothing_else_until_it_is_published(text_only: list[str], tmp_path: Path) -> None:
+    keys = [add_key(tmp_path / "data", name) for name in ("vision", "speech")]
+    assert all(key.startswith("tml-") for key in keys)
+    with ready(tmp_path, *text_only) as server:
+        with client(server, keys[0]) as vision, client(server, keys[1]) as speech:
+            _, path = trained(vision)
+            for foreign in (path, path.replace(":train:", "0:train:")):
+                with pytest.raises(tinker.NotFoundError, match="there is no model"):
+                    speech.create_sampling_client(model_path=foreign).result()
+            prompt, few = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=3)
+            tinker.RestClient(base_url=server.url, api_key=keys[0]).publish_checkpoint_from_tinker_path(path).result()
+            sampler = speech.create_sampling_client(model_path=path).result()
+            assert len(sampler.sample(prompt, 1, few).result().sequences[0].tokens) == 3
+            runs = [
+                tinker.RestClient(base_url=server.url, api_key=key).list_training_runs().result().training_runs
+                for key in keys
+            ]
+            assert [[run.model_owner for run in each] for each in runs] == [["vision"], []]
+        with pytest.raises(tinker.AuthenticationError, match="needs an API key that it knows"):
+            client(server, "tml-unknown").get_server_capabilities()
+        shown = tinsmith_here("status", server.url, "--api-key", keys[1])
+        assert "loaded models: none" in shown.stdout, shown.stderr
+        assert "set TINKER_API_KEY" in tinsmith_here("status", server.url).stderr
+
+
+def test_without_keys_a_server_serves_this_machine_only(text_only: list[str], tmp_path: Path) -> None:
+    refused = tinsmith("serve", *text_only, "--data-dir", str(tmp_path), "--port", "0", "--host", "0.0.0.0")
+    assert refused.returncode == 2
+    assert "host=0.0.0.0 can be reached from other machines, and there are no API keys" in refused.stderr
+    add_key(tmp_path / "data", "team")
+    with ready(tmp_path, *text_only, "--host", "0.0.0.0") as server:
+        assert server.client().get("training_runs").status_code == 401
