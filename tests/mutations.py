@@ -969,6 +969,20 @@ MUTATIONS = (
         "return bool(named) and (",
         ("tests/server/test_tenants.py",),
     ),
+    Mutation(
+        "a budget forgets what is under way",
+        "tinsmith/server/budgets.py",
+        "used.tokens + reserved + tokens > key.tokens_a_day",
+        "used.tokens + tokens > key.tokens_a_day",
+        ("tests/server/test_budgets.py",),
+    ),
+    Mutation(
+        "what is used later in an hour takes the place of what was used before",
+        "tinsmith/store/usage.py",
+        "column + _INSERT.excluded[column.name]",
+        "_INSERT.excluded[column.name]",
+        ("tests/server/test_budgets.py",),
+    ),
 )
 
 

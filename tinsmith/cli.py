@@ -457,6 +457,20 @@ def revoke_key(name: _KeyName, data_dir: _DataDir = Path("tinsmith-data")) -> No
     typer.echo(f"the key {name!r} is revoked")
 
 
+@app.command()
+def usage(
+    days: Annotated[int, typer.Option(min=1, metavar="NUMBER", help="Days to add up, today included, in UTC.")] = 1,
+    by_hour: Annotated[bool, typer.Option("--by-hour", help="Print a line for each hour.")] = False,
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Show what tenants have used: tokens, seconds of GPUs and storage."""
+    from rich.console import Console
+
+    from tinsmith.commands.usage import usage
+
+    Console(highlight=False).print(usage(data_dir, days, by_hour))
+
+
 @app.command("export")
 def export_checkpoint(
     path: Annotated[

@@ -1,5 +1,6 @@
 """Two teams with keys of their own use one server through the SDK."""
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from tinker import types
 
 from tests.acceptance.conftest import ready
 from tests.running import Server, tinsmith, tinsmith_here
+from tinsmith.store.store import opened
+from tinsmith.store.usage import used_between
 
 
 def add_key(data_dir: Path, *arguments: str) -> str:
@@ -34,6 +37,18 @@ def trained(service: tinker.ServiceClient) -> tuple[tinker.TrainingClient, str]:
     return model, model.save_weights_for_sampler("a").result().path
 
 
+def used(server: Server, key: str, kinds: set[str]) -> dict[str, int]:
+    """Tokens by kind as the SDK reads them, once there are some of these kinds: samples are metered within a second."""
+    admin = tinker.AdminClient(base_url=server.url, api_key=key)
+    start = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta(hours=1)
+    while True:
+        reply = admin.get_billing_usage(start, start + timedelta(hours=3)).result()
+        infos = [event.event_info for event in reply.data if event.event_info.type != "storage"]
+        found: dict[str, int] = {info.type: info.token_count for info in infos if info.type != "checkpoint"}
+        if kinds <= found.keys():
+            return found
+
+
 def test_two_teams_share_a_server_and_nothing_else_until_it_is_published(text_only: list[str], tmp_path: Path) -> None:
     keys = [add_key(tmp_path / "data", name) for name in ("vision", "speech")]
     assert all(key.startswith("tml-") for key in keys)
@@ -52,6 +67,20 @@ def test_two_teams_share_a_server_and_nothing_else_until_it_is_published(text_on
                 for key in keys
             ]
             assert [[run.model_owner for run in each] for each in runs] == [["vision"], []]
+        assert used(server, keys[0], {"training"}) == {"training": 2}
+        sampling = {"sampling_prefill", "sampling_sample"}
+        assert used(server, keys[1], sampling) == {"sampling_prefill": 2, "sampling_sample": 3}
+        with opened(tmp_path / "data") as store:
+            by_tenant = {
+                each.tenant: each.used.gpu_seconds for each in used_between(store, 0, 2**40) if each.session_id
+            }
+        assert by_tenant.keys() == {"vision", "speech"}
+        assert min(by_tenant.values()) > 0
+        listed = tinsmith_here("usage", "--days", "2", "--data-dir", str(tmp_path / "data")).stdout
+        assert [row.split()[:6] for row in listed.splitlines()[1:]] == [
+            ["speech", "text", "0", "2", "0", "3"],
+            ["vision", "text", "2", "0", "0", "0"],
+        ]
         with pytest.raises(tinker.AuthenticationError, match="needs an API key that it knows"):
             client(server, "tml-unknown").get_server_capabilities()
         shown = tinsmith_here("status", server.url, "--api-key", keys[1])

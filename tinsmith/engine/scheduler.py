@@ -52,7 +52,8 @@ class OperationScheduler:
         order = PassOrder(paces, config.images.max_image_pixels)
         waits = self.waits
         self.forward = ForwardWork(
-            order, operations.next_number, send, self.outcomes.fail, waits.put_back, waits.put_off
+            *(order, operations.next_number, send, self.outcomes.fail, waits.put_back, waits.put_off),
+            paid=self.outcomes.gpu_seconds,
         )
         self.unloading = Unloading(self.models, self.sessions, operations.store, self.forward, self.outcomes)
         self.stepwise = StepwiseOperations(self.models, operations, self.outcomes, self.unloading, self.waits, send)

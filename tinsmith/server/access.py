@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from fastapi import Request
 from pydantic import BaseModel
 
-from tinsmith.errors import NotFoundError, TinsmithError
+from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError
 from tinsmith.server.body import read_body
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import ForbiddenError, GoneError
 from tinsmith.server.tenants import Caller
 from tinsmith.store import ids
 from tinsmith.store.store import Store
+from tinsmith.store.usage import stored_bytes
 from tinsmith.wire.json_body import ModelT, Named, Names, parse_json
 from tinsmith.wire.paths import parse_path
 
@@ -106,6 +107,25 @@ def _in_body(asked: BaseModel) -> Iterator[tuple[Named, str]]:
             yield from _in_body(value)
         elif value is not None:
             yield from ((mark.kind, value) for mark in field.metadata if isinstance(mark, Names))
+
+
+def require_base(request: Request, name: str) -> None:
+    """Raise ForbiddenError if the caller's key does not allow this base model."""
+    key = caller_of(request).key
+    if key is not None and key.models is not None and name not in key.models:
+        raise ForbiddenError(f"key {key.name!r} allows the base models {', '.join(key.models)}, and not {name!r}")
+
+
+async def require_storage(request: Request) -> None:
+    """Raise BackpressureError if the caller's key allows no more checkpoints."""
+    key = caller_of(request).key
+    if key is not None and key.storage_bytes is not None:
+        stored = await hub_of(request).store.read(stored_bytes, key.tenant)
+        if stored >= key.storage_bytes:
+            raise BackpressureError(
+                f"tenant {key.tenant!r} stores {stored:,} bytes of checkpoints, and key {key.name!r} allows "
+                f"{key.storage_bytes:,}; delete some, or let them expire, and save again"
+            )
 
 
 async def require(request: Request, named: Named, found: str) -> None:

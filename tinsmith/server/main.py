@@ -20,14 +20,14 @@ import uvloop
 from fastapi import Depends, FastAPI, Request, Response
 
 from tinsmith.config import Config
-from tinsmith.errors import ConfigError, NotFoundError, translated
+from tinsmith.errors import ConfigError, NotFoundError, StoreUnavailableError, reported, translated
 from tinsmith.logs import start_logging
 from tinsmith.server.access import PREFIX, admit
 from tinsmith.server.http_protocol import Origins, http_protocol
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
 from tinsmith.server.replies import add_error_replies
-from tinsmith.server.routes import catalog, checkpoints, downloads, futures, sampling, service, training
+from tinsmith.server.routes import catalog, checkpoints, downloads, futures, sampling, service, training, usage
 from tinsmith.store.disk import only_user
 from tinsmith.store.keys import list_keys
 from tinsmith.store.store import Store
@@ -44,7 +44,7 @@ def create_app(hub: Hub) -> FastAPI:
     app.add_middleware(Origins, listens_on=hub.config.server.host, allowed_hosts=hub.config.server.allowed_hosts)
     add_error_replies(app)
     # Routes are tried in order: those that every step and every sample takes come first.
-    for routes in (futures, training, sampling, service, catalog, checkpoints, downloads):
+    for routes in (futures, training, sampling, service, catalog, checkpoints, downloads, usage):
         app.include_router(routes.router, prefix=PREFIX, dependencies=[Depends(admit)])
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     app.add_api_route("/{path:path}", _not_built, methods=methods, dependencies=[Depends(admit)])
@@ -211,6 +211,8 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
         await engine_task
     finally:
         hub.bodies.parser.close()
+        with reported(StoreUnavailableError, partial(log.error, "what the last samples have used is not metered: %s")):
+            await hub.budgets.flush()
         hub.store.close()
     return signals
 

@@ -5,7 +5,8 @@ Each function is one transaction.
 
 import json
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -301,6 +302,23 @@ class SessionFilter:
 
 
 @dataclass(frozen=True)
+class CheckpointEvent:
+    """A save or load of the command log."""
+
+    at: float
+    tenant: str
+    model_id: str
+    seq_id: int
+    kind: str
+    tinker_path: str | None
+    """None if the checkpoint is not there any more."""
+
+    @property
+    def request_id(self) -> str:
+        return ids.request_id(self.model_id, self.seq_id)
+
+
+@dataclass(frozen=True)
 class LoggedOperation:
     """When a training operation was submitted and finished."""
 
@@ -332,6 +350,16 @@ def describe_session(store: Store, session_id: str) -> SessionDetail:
         _require_session(connection, session_id)
         row = connection.execute(described).one()
         return SessionDetail(*row, *[list(connection.execute(part).scalars()) for part in parts])
+
+
+def find_sessions(store: Store, session_ids: Collection[str]) -> dict[str, tuple[str | None, dict[str, Any] | None]]:
+    """Project and metadata of those sessions that are there."""
+    wanted = select(func.json_each(json.dumps([*session_ids])).table_valued("value").c.value)
+    found = select(sessions.c.session_id, sessions.c.project_id, sessions.c.user_metadata).where(
+        sessions.c.session_id.in_(wanted)
+    )
+    with store.reading() as connection:
+        return {row.session_id: (row.project_id, row.user_metadata) for row in connection.execute(found)}
 
 
 def assign_project(store: Store, session_id: str, project_id: str) -> None:
@@ -412,6 +440,45 @@ def session_operations(store: Store, session_id: str) -> list[LoggedOperation]:
     with store.reading() as connection:
         _require_session(connection, session_id)
         return [LoggedOperation(*row) for row in connection.execute(logged)]
+
+
+def stored_by_project(store: Store, tenant: str | None) -> dict[tuple[str, str | None], tuple[int, int]]:
+    """Number and bytes of checkpoints by tenant and project; of one tenant if given. Copies share their bytes."""
+    joined = checkpoints.outerjoin(models, checkpoints.c.model_id == models.c.model_id).outerjoin(sessions)
+    columns = checkpoints.c.tenant, sessions.c.project_id, checkpoints.c.directory, checkpoints.c.size_bytes
+    found = select(*columns).select_from(joined).where(rows.ALIVE, _of(checkpoints.c.tenant, tenant))
+    counts: Counter[tuple[str, str | None]] = Counter()
+    sizes: defaultdict[tuple[str, str | None], dict[str, int]] = defaultdict(dict)
+    with store.reading() as connection:
+        for owner, project, directory, size in connection.execute(found, {"now": time.time()}):
+            counts[owner, project] += 1
+            sizes[owner, project][directory] = size
+    return {key: (count, sum(sizes[key].values())) for key, count in counts.items()}
+
+
+def checkpoint_events(store: Store, start: float, length_s: float, tenant: str | None) -> list[CheckpointEvent]:
+    """Saves and loads that succeeded in `length_s` seconds from `start` on, oldest first; of one tenant if given."""
+    path = (
+        select(checkpoints.c.tinker_path)
+        .where(checkpoints.c.directory == commands.c.resolved["directory"].as_string())
+        .limit(1)
+        .scalar_subquery()
+    )
+    found = (
+        select(commands.c.finished_at, sessions.c.tenant, commands.c.model_id, commands.c.seq_id, commands.c.kind, path)
+        .join_from(commands, models)
+        .join(sessions)
+        .where(
+            commands.c.status.in_(("done", "dropped")),
+            commands.c.finished_at >= start,
+            commands.c.finished_at < start + length_s,
+            commands.c.resolved["directory"].as_string().is_not(None),
+            _of(sessions.c.tenant, tenant),
+        )
+        .order_by(commands.c.finished_at)
+    )
+    with store.reading() as connection:
+        return [CheckpointEvent(*row) for row in connection.execute(found)]
 
 
 def _require_session(connection: Connection, session_id: str) -> None:

@@ -85,6 +85,44 @@ class ApiKey:
 
 
 @dataclass(frozen=True)
+class Used:
+    """Quantities that are metered, of anything: a sample, or a tenant's hour."""
+
+    trained_tokens: int = 0
+    """Tokens of forward and backward passes."""
+    prefilled_tokens: int = 0
+    """Tokens of prompts that were computed."""
+    cached_tokens: int = 0
+    """Tokens of prompts that were not: another one had the same beginning."""
+    sampled_tokens: int = 0
+    gpu_seconds: float = 0.0
+    """Seconds of devices for passes and for sampling."""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that count against a budget: all that were computed."""
+        return self.trained_tokens + self.prefilled_tokens + self.sampled_tokens
+
+    def plus(self, more: "Used") -> "Used":
+        return Used(*(mine + yours for mine, yours in zip(vars(self).values(), vars(more).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class UsedBy:
+    """What was used in an hour."""
+
+    hour: int
+    """Unix time of its beginning."""
+    tenant: str
+    base_model: str
+    session_id: str
+    """Empty for storage."""
+    used: Used
+    stored_bytes: int = 0
+    """The most at a time in this hour."""
+
+
+@dataclass(frozen=True)
 class Model:
     """A model in training."""
 
@@ -219,6 +257,10 @@ class Outcome:
 
     The directory of a checkpoint; for create_model the seed and the base model's fingerprint.
     """
+    tokens: int = 0
+    """Tokens of its passes, if it has succeeded."""
+    gpu_seconds: float = 0.0
+    """Seconds of devices for passes of its model, as far as they were known and no other operation has them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,6 +99,8 @@ commands = Table(
     Column("category", Text),
     Column("resolved", JSON(none_as_null=True)),
     Column("kept_bytes", Integer),
+    Column("tokens", Integer),
+    Column("gpu_seconds", Float),
     UniqueConstraint("model_id", "seq_id"),
     Index("ix_commands_done", "finished_at", sqlite_where=text("status = 'done'")),
     Index("ix_commands_queued", "model_id", "seq_id", sqlite_where=text("status = 'queued'")),
@@ -171,4 +173,20 @@ api_keys = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
     Column("revoked_at", Float),
+)
+
+# Sums of an hour, which begins at a multiple of 3,600 s. Storage belongs to no session: there it is empty.
+usage = Table(
+    "usage",
+    metadata,
+    Column("hour", Integer, primary_key=True),
+    Column("tenant", Text, primary_key=True),
+    Column("base_model", Text, primary_key=True),
+    Column("session_id", Text, primary_key=True),
+    Column("trained_tokens", Integer, nullable=False, server_default="0"),
+    Column("prefilled_tokens", Integer, nullable=False, server_default="0"),
+    Column("cached_tokens", Integer, nullable=False, server_default="0"),
+    Column("sampled_tokens", Integer, nullable=False, server_default="0"),
+    Column("gpu_seconds", Float, nullable=False, server_default="0"),
+    Column("stored_bytes", Integer, nullable=False, server_default="0"),
 )

@@ -170,6 +170,12 @@ class SessionStore(Transactions):
         row = self._first(_MODEL, key=model_id)
         return None if row is None else Model(*row)
 
+    def living_models(self, tenant: str) -> list[str]:
+        """The models of a tenant that are in training, or being made."""
+        return self._column(
+            select(models.c.model_id).join_from(models, sessions).where(_LIVING, sessions.c.tenant == tenant)
+        )
+
     def unload_model(self, model_id: str) -> None:
         """Note that a model was saved and removed from the engine."""
         with self.writing() as connection:

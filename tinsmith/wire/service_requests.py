@@ -1,5 +1,6 @@
 """Requests about sessions, futures, runs and checkpoints: JSON bodies and query strings."""
 
+from datetime import UTC, date, datetime, time
 from typing import Annotated, Literal, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, FailFast, Field, model_validator
@@ -155,6 +156,31 @@ class CheckpointsQuery(Query):
 
     limit: _Limit = 100
     offset: CountFromZero = 0
+
+
+class UsageQuery(Query):
+    """GET billing/usage/events."""
+
+    starting_on: AwareDatetime
+    ending_before: AwareDatetime
+
+
+class StorageQuery(Query):
+    """GET billing/usage/checkpoints/current."""
+
+    project_id: str | None = None
+
+
+class AuditQuery(Query):
+    """GET audit, of a day in UTC, by default today."""
+
+    event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all"
+    day: date = Field(default_factory=lambda: datetime.now(UTC).date())
+
+    @property
+    def start(self) -> float:
+        """The day's beginning as Unix time."""
+        return datetime.combine(self.day, time(), UTC).timestamp()
 
 
 class DownloadQuery(Query):

@@ -43,6 +43,8 @@ class Started:
     wants_routes: bool = False
     """Whether the reply has the experts that computed the tokens."""
     questions: PromptQuestions = field(default_factory=PromptQuestions)
+    gpu_seconds: float = 0.0
+    """Its part of the seconds of its sampler's steps."""
 
 
 @dataclass(eq=False)

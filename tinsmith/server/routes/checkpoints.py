@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import UserError
 from tinsmith.protocol.serving import ForgetCheckpoint
-from tinsmith.server.access import caller_of, read_json
+from tinsmith.server.access import caller_of, read_json, require_storage
 from tinsmith.server.descriptions import describe_weights
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
@@ -75,6 +75,7 @@ async def copy_weights(request: Request) -> Response:
     asked = await read_json(request, CopyWeightsRequest)
     if request.headers.get("x-tinker-weights-access-token"):
         raise UserError("weights_access_token names another account, and this server has none; leave it out")
+    await require_storage(request)
     session_id, model_seq_id = asked.session_id, asked.model_seq_id
     if session_id is None or model_seq_id is None:
         session_id, model_seq_id = await _session_for_copy(hub, request, asked), 0

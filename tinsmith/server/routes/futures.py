@@ -80,6 +80,7 @@ async def _forget(hub: Hub, request_id: str) -> None:
     """Forget a sample that its client no longer needs; cancel it if it runs."""
     sample = hub.samples.remove(request_id)
     if sample is not None and sample.outcome is None:
+        hub.budgets.release(request_id)
         hub.waiters.look_again(request_id)
         await hub.engine.notify(CancelSample(request_id, sample.run))
 

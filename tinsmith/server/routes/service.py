@@ -75,8 +75,9 @@ async def client_dynamic_config(request: Request) -> Response:
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(request: Request) -> Response:
-    """The base models."""
-    hub = hub_of(request)
+    """The base models that the caller may use."""
+    hub, key = hub_of(request), caller_of(request).key
+    allowed = None if key is None else key.models
     sampleable, trains = hub.config.sampling.sampler != "none", hub.config.training.trains
     models = [
         {
@@ -86,6 +87,7 @@ async def get_server_capabilities(request: Request) -> Response:
             "sampleable": sampleable,
         }
         for facts in hub.base_models.all()
+        if allowed is None or facts.name in allowed
     ]
     return json_reply({"supported_models": models})
 
@@ -172,24 +174,6 @@ async def status(request: Request) -> Response:
     activity = hub.activity.describe()
     activity["models"] = [each for each in activity["models"] if await hub.tenants.owns(caller, each["model_id"])]
     return json_reply({"version": __version__, "engine": engine, "trains": trains, "base_models": bases, **activity})
-
-
-@router.get("/billing/usage/events")
-async def billing_usage(request: Request) -> Response:
-    """Nothing is billed."""
-    return json_reply({"data": []})
-
-
-@router.get("/billing/usage/checkpoints/current")
-async def billing_checkpoints(request: Request) -> Response:
-    """Storage is not billed either."""
-    return json_reply({"data": []})
-
-
-@router.get("/audit")
-async def audit(request: Request) -> Response:
-    """There is no audit log."""
-    return json_reply({"entries": []})
 
 
 @router.get("/auth/apikey/me")

@@ -11,11 +11,11 @@ from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from tinsmith.errors import NotBuiltError, NotFoundError, UserError, reported
+from tinsmith.errors import BackpressureError, NotBuiltError, NotFoundError, UserError, reported
 from tinsmith.protocol.serving import Wake
 from tinsmith.protocol.shapes import rank_refusal
-from tinsmith.server.access import operation_body, owned, require
-from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of
+from tinsmith.server.access import caller_of, operation_body, owned, require, require_base, require_storage
+from tinsmith.server.hub import check_fits, comes_from_here, hub_of
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
@@ -53,22 +53,38 @@ _TRAINS = [Depends(_require_training)]
 """Refuse every route of training where nothing is trained, and no sequence could get a hole."""
 
 
-async def _submit(hub: Hub, command: NewCommand) -> Response:
-    """Append an operation to the log and tell the engine. Raises UserError if its key belongs to another operation."""
+async def _submit(request: Request, command: NewCommand, tokens: int | None = None, stores: bool = False) -> Response:
+    """Append an operation to the log and tell the engine. Raises UserError if its key belongs to another operation.
+
+    One of so many `tokens` is held to the budgets of the caller's key, and one that `stores` to its storage. Raises
+    BackpressureError beyond its limits.
+    """
+    hub, caller = hub_of(request), caller_of(request)
     hub.lifetimes.saw(command.model_id)
-    if command.model is None:
-        await hub.require_model(command.model_id)
+    asked = await hub.base_of(command.model_id) if command.model is None else command.model.base_model
+    base = hub.base_models.name_of(asked)
+    require_base(request, base)
     request_id = ids.request_id(command.model_id, command.seq_id)
     size = unpacked_size(command.payload, len(command.payload)) + sum(len(image) for image in command.images.values())
-    counted = hub.queued.admit(command.model_id, command.seq_id, size)
-    # Before it is in the log: the engine may be done with it, or dead, before we hear that it is
-    hub.waiters.expect(request_id)
-    queued = False
+    counted = reserved = queued = False
     try:
+        owner = caller.tenant, base, ids.session_of(command.model_id)
+        try:
+            if stores:
+                await require_storage(request)
+            reserved = await hub.budgets.reserve(request_id, caller, owner, tokens or 0, binds=tokens is not None)
+        except BackpressureError:
+            if await hub.store.read(Store.status, request_id) is None:
+                raise  # else it is a repeat, which uses nothing
+        counted = hub.queued.admit(command.model_id, command.seq_id, size, caller.key)
+        # Before it is in the log: the engine may be done with it, or dead, before we hear that it is
+        hub.waiters.expect(request_id)
         queued = await hub.store.append(command)
     finally:
         if counted and not queued:
             hub.queued.end(request_id)
+        if reserved and not queued:
+            hub.budgets.release(request_id)
     if queued:
         await hub.engine.notify(Wake([command.model_id]))
     else:
@@ -95,7 +111,22 @@ async def create_model(request: Request) -> Response:
         optimizer_config=asked.optimizer_config.model_dump(),
         user_metadata=asked.user_metadata,
     )
-    return await _submit(hub, NewCommand(model.model_id, 0, "create_model", body, model=model))
+    return await _create(request, model, NewCommand(model.model_id, 0, "create_model", body, model=model))
+
+
+async def _create(request: Request, model: Model, command: NewCommand) -> Response:
+    """Submit the operation that makes a model. Raises BackpressureError if the caller's key allows no more."""
+    hub, key = hub_of(request), caller_of(request).key
+    if key is None or key.max_models is None:
+        return await _submit(request, command)
+    async with hub.creating:
+        living = await hub.store.read(Store.living_models, key.tenant)
+        if len(set(living) - {model.model_id}) >= key.max_models:
+            raise BackpressureError(
+                f"tenant {key.tenant!r} has {len(living)} models in training, and key {key.name!r} allows "
+                f"{key.max_models}; end a session whose model is not needed"
+            )
+        return await _submit(request, command)
 
 
 @router.post("/get_info")
@@ -136,7 +167,7 @@ async def forward_backward(request: Request) -> Response:
     await require(request, "model", key.model_id)
     if received.refused is not None:
         refused = NewCommand(key.model_id, key.seq_id, REJECTED, received.refused.encode(), digest=received.digest)
-        return await _submit(hub, refused)
+        return await _submit(request, refused)
     stored = received.stored
     command = NewCommand(
         key.model_id,
@@ -147,7 +178,7 @@ async def forward_backward(request: Request) -> Response:
         stored.images,
         digest=received.digest,
     )
-    return await _submit(hub, command)
+    return await _submit(request, command, received.tokens)
 
 
 @router.post("/create_custom_loss", dependencies=_TRAINS)
@@ -179,7 +210,8 @@ async def save_weights_external(request: Request) -> Response:
 
 async def _submit_json(request: Request, kind: CommandKind, body: bytes) -> Response:
     key = await owned(request, parse_json(OperationKey, body))
-    return await _submit(hub_of(request), NewCommand(key.model_id, key.seq_id, kind, body))
+    stores = kind.startswith("save")
+    return await _submit(request, NewCommand(key.model_id, key.seq_id, kind, body), stores=stores)
 
 
 @router.post("/load_weights", dependencies=_TRAINS)
@@ -202,7 +234,7 @@ async def load_weights(request: Request) -> Response:
         optimizer_config=(asked.optimizer_config or OptimizerConfig()).model_dump(),
         user_metadata=asked.user_metadata,
     )
-    return await _submit(hub, NewCommand(model.model_id, 0, "create_from_checkpoint", body, model=model))
+    return await _create(request, model, NewCommand(model.model_id, 0, "create_from_checkpoint", body, model=model))
 
 
 async def _load_into(request: Request, body: bytes) -> Response:
@@ -212,9 +244,9 @@ async def _load_into(request: Request, body: bytes) -> Response:
     with suppress(UserError), reported(NotFoundError, refusals.append):  # what else is wrong the engine finds
         await owned(request, parse_json(LoadWeightsRequest, body))
     if not refusals:
-        return await _submit(hub_of(request), NewCommand(key.model_id, key.seq_id, "load_weights", body))
+        return await _submit(request, NewCommand(key.model_id, key.seq_id, "load_weights", body))
     refused, digest = str(refusals[0]).encode(), hashlib.sha256(body).digest()
-    return await _submit(hub_of(request), NewCommand(key.model_id, key.seq_id, REJECTED, refused, digest=digest))
+    return await _submit(request, NewCommand(key.model_id, key.seq_id, REJECTED, refused, digest=digest))
 
 
 @router.post("/save_weights_for_sampler", dependencies=_TRAINS)
@@ -242,7 +274,7 @@ async def save_weights_for_sampler(request: Request) -> Response:
     repeated = asked.model_copy(update={"sampling_session_seq_id": 0}).model_dump_json().encode()
     digest = hashlib.sha256(repeated).digest()
     return await _submit(
-        hub,
+        request,
         NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session, digest=digest),
     )
 

@@ -1,6 +1,7 @@
-"""Tenants: API keys, and who owns sessions and checkpoints. All that is there belongs to the tenant `local`.
+"""Tenants: API keys, who owns sessions and checkpoints, and what each has used.
 
-Imported checkpoints belong to no session; they become public, as new ones are.
+All that is there belongs to the tenant `local`. Imported checkpoints belong to no session; they become public, as new
+ones are.
 """
 
 from alembic import op
@@ -8,6 +9,9 @@ from sqlalchemy import JSON, Column, Float, Integer, LargeBinary, Text
 
 revision = "6"
 down_revision = "5"
+
+_USAGE_KEY = ("hour", "tenant", "base_model", "session_id")
+_TOKENS = ("trained", "prefilled", "cached", "sampled")
 
 
 def upgrade() -> None:
@@ -33,4 +37,13 @@ def upgrade() -> None:
         Column("created_at", Float, nullable=False),
         Column("expires_at", Float),
         Column("revoked_at", Float),
+    )
+    op.add_column("commands", Column("tokens", Integer))
+    op.add_column("commands", Column("gpu_seconds", Float))
+    op.create_table(
+        "usage",
+        *(Column(name, Integer if name == "hour" else Text, primary_key=True) for name in _USAGE_KEY),
+        *(Column(f"{name}_tokens", Integer, nullable=False, server_default="0") for name in _TOKENS),
+        Column("gpu_seconds", Float, nullable=False, server_default="0"),
+        Column("stored_bytes", Integer, nullable=False, server_default="0"),
     )
