@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from tinsmith.protocol.messages import Message
 from tinsmith.store import ids
-from tinsmith.store.records import Category, Outcome
+from tinsmith.store.records import LOCAL, Category, Outcome
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Sample(Message):
     stream: bool
     """Whether its tokens are told as they come (`SampleEvents`)."""
     payload: bytes
+    tenant: str = LOCAL
 
     @property
     def session_id(self) -> str:

@@ -124,7 +124,10 @@ async def _start(
         await hub.budgets.reserve(request_id, caller, owner, tokens, count)
         hub.sample_reports.expect(request_id)
         message = Sample(
-            request_id, sample.run, facts.name, session.weights_id, count, stream=False, payload=received.body
+            *(request_id, sample.run, facts.name, session.weights_id, count),
+            stream=False,
+            payload=received.body,
+            tenant=caller.tenant,
         )
         await hub.engine.send(message)
     except TinsmithError:
