@@ -970,6 +970,13 @@ MUTATIONS = (
         ("tests/server/test_tenants.py",),
     ),
     Mutation(
+        "a tenant has as many parts of the passes as it has models",
+        "tinsmith/engine/passes.py",
+        "of_tenants.setdefault(tenant_of(each[1].command.model_id), [])",
+        'of_tenants.setdefault("", [])',
+        ("tests/engine/test_passes.py",),
+    ),
+    Mutation(
         "a budget forgets what is under way",
         "tinsmith/server/budgets.py",
         "used.tokens + reserved + tokens > key.tokens_a_day",

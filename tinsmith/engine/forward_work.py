@@ -12,7 +12,7 @@ from tinsmith.engine.passes import PASS_S, DatumOutput, ForwardOperation, Paces,
 from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Drop, PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
-from tinsmith.store.records import Command
+from tinsmith.store.records import LOCAL, Command
 
 # Forward operations of each model, in order, and whose turn it is to have a pass.
 
@@ -66,12 +66,18 @@ class PassOrder:
     """Most pixels of images that a pass decodes."""
     served: dict[str, int] = field(default_factory=dict)
     """Number of the last pass of each model."""
+    served_tenants: dict[str, int] = field(default_factory=dict)
+    """The same of each tenant."""
+    tenant_of: Callable[[str], str] = lambda _: LOCAL
+    """Tells the tenant of a model."""
     served_bases: dict[str, int] = field(default_factory=dict)
     """Number of the last pass on a base model."""
 
     def given(self, number: int, pieces: list[Piece]) -> None:
         """Note that the worker has been given a pass."""
-        self.served |= dict.fromkeys((piece.operation.command.model_id for piece in pieces), number)
+        models = {piece.operation.command.model_id for piece in pieces}
+        self.served |= dict.fromkeys(models, number)
+        self.served_tenants |= dict.fromkeys(map(self.tenant_of, models), number)
         self.served_bases[pieces[0].operation.base_model] = number
 
     def next(
@@ -94,7 +100,10 @@ class PassOrder:
         in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
         workers = self.paces.workers
         passes = (
-            next_pass(bases[name], self.paces.most_tokens(name), self.max_pixels, self.served, workers)
+            next_pass(
+                *(bases[name], self.paces.most_tokens(name), self.max_pixels, self.served, workers),
+                *(self.tenant_of, self.served_tenants),
+            )
             for name in in_turn
         )
         return next((pieces for pieces in passes if pieces and not self._is_others_turn(pieces, queues, put_off)), [])
