@@ -248,7 +248,7 @@ class Setting:
     @property
     def option(self) -> str:
         """Such as "--kv-cache-gib"; in the singular if repeating it fills a list."""
-        name = self.name.removesuffix("s") if typing.get_origin(self.type) is list else self.name
+        name = re.sub("ies$", "y", self.name).removesuffix("s") if typing.get_origin(self.type) is list else self.name
         return f"--{name.replace('_', '-')}"
 
     @property

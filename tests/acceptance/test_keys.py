@@ -1,14 +1,21 @@
 """Two teams with keys of their own use one server through the SDK."""
 
+import ssl
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
+import httpx
 import pytest
 import tinker
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from tinker import types
 
 from tests.acceptance.conftest import ready
-from tests.running import Server, tinsmith, tinsmith_here
+from tests.running import START_S, Server, serving, tinsmith, tinsmith_here
 from tinsmith.store.store import opened
 from tinsmith.store.usage import used_between
 
@@ -95,3 +102,20 @@ def test_without_keys_a_server_serves_this_machine_only(text_only: list[str], tm
     add_key(tmp_path / "data", "team")
     with ready(tmp_path, *text_only, "--host", "0.0.0.0") as server:
         assert server.client().get("training_runs").status_code == 401
+
+
+def test_a_server_with_a_certificate_speaks_https(text_only: list[str], tmp_path: Path) -> None:
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "here")])
+    now = datetime.now(UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+    made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+    certificate, pem = made.sign(key, hashes.SHA256()), serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    file = tmp_path / "tls.pem"
+    file.write_bytes(certificate.public_bytes(pem) + private)
+    with serving(tmp_path, *text_only, "--tls-cert", str(file)) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        trusting = ssl.create_default_context(cafile=str(file))
+        assert httpx.get(f"{server.url}/api/v1/livez", verify=trusting, timeout=START_S).json() == {"status": "ok"}
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{server.url}/api/v1/livez".replace("https", "http"), timeout=START_S)

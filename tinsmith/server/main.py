@@ -10,6 +10,7 @@ import resource
 import shlex
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +20,7 @@ import uvicorn
 import uvloop
 from fastapi import Depends, FastAPI, Request, Response
 
-from tinsmith.config import Config
+from tinsmith.config import Config, ServerConfig
 from tinsmith.errors import ConfigError, NotFoundError, StoreUnavailableError, reported, translated
 from tinsmith.logs import start_logging
 from tinsmith.server.access import PREFIX, admit
@@ -94,6 +95,7 @@ def _run(config: Config, until_ready: bool) -> None:
     if not config.base_models:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
     _allow_open_files()
+    require_usable_tls(config.server)
     data_dir = Path(config.data_dir)
     keep_bytes = config.server.kept_operations_mib * 2**20
     with (
@@ -115,6 +117,20 @@ def _allow_open_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def require_usable_tls(server: ServerConfig) -> None:
+    """Raise ConfigError for certificates or a key that cannot be used, and for networks that are none."""
+    for network in server.trusted_proxies:
+        with translated(ValueError, ConfigError, lambda error: f"trusted_proxies={error}; give an address or network"):
+            ipaddress.ip_network(network)
+    if server.tls_key and not server.tls_cert:
+        raise ConfigError(f"tls_key={server.tls_key} has no effect without --tls-cert")
+    if server.tls_cert:
+        files = f"tls_cert={server.tls_cert}, tls_key={server.tls_key or server.tls_cert}"
+        with translated(OSError, ConfigError, lambda error: f"{files} cannot be used: {error}; give PEM files"):
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(server.tls_cert, server.tls_key or None, password="")  # nobody is asked for one
 
 
 @contextlib.contextmanager
@@ -155,7 +171,9 @@ def http_config(hub: Hub) -> uvicorn.Config:
         ws="none",
         # Behind a proxy on this machine clients have an address each. A process here may lie, but can keep the
         # processors busy anyway.
-        forwarded_allow_ips=["127.0.0.1", "::1"],
+        forwarded_allow_ips=["127.0.0.1", "::1", *server.trusted_proxies],
+        ssl_certfile=server.tls_cert or None,
+        ssl_keyfile=server.tls_key or None,
         lifespan="off",
         access_log=False,
         log_config=None,
@@ -220,7 +238,8 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
 def _announce(config: Config, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    log.info("listening on http://%s:%d, data in %s", shown, port, config.data_dir)
+    scheme = "https" if config.server.tls_cert else "http"
+    log.info("listening on %s://%s:%d, data in %s", scheme, shown, port, config.data_dir)
 
 
 def _require_keys_or_loopback(config: Config, listener: socket.socket, store: Store) -> None:
