@@ -81,6 +81,15 @@ async def test_a_budget_of_tokens_is_never_exceeded(server: Served, sent: list[A
         assert [message.request_id for message in sent] == [f"{sampler}/{seq_id}" for seq_id in range(4)]
 
 
+async def test_an_operation_over_the_budget_of_a_whole_day_leaves_no_hole_in_the_sequence(server: Served) -> None:
+    async with speaking(server, add_key(server.store, key("team", tokens_a_day=1))) as team:
+        model = await team.new_run()
+        assert (await team.train(forward_backward_body(model, 1))).status_code == 200
+        await team.step(model, 2)
+        assert [command.kind for command in team.queued()] == ["rejected", "optim_step"]
+        assert b"may use 2 tokens, and key 'team' has 1 a day" in team.store.payload(team.queued()[0])
+
+
 async def test_a_budget_begins_anew_with_the_day_and_outlives_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

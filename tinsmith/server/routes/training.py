@@ -53,6 +53,12 @@ _TRAINS = [Depends(_require_training)]
 """Refuse every route of training where nothing is trained, and no sequence could get a hole."""
 
 
+def _rejected(command: NewCommand, reason: str) -> NewCommand:
+    """The same operation, which ends in an error."""
+    digest = command.digest or hashlib.sha256(command.payload).digest()
+    return NewCommand(command.model_id, command.seq_id, REJECTED, reason.encode(), digest=digest)
+
+
 async def _submit(request: Request, command: NewCommand, tokens: int | None = None, stores: bool = False) -> Response:
     """Append an operation to the log and tell the engine. Raises UserError if its key belongs to another operation.
 
@@ -76,6 +82,8 @@ async def _submit(request: Request, command: NewCommand, tokens: int | None = No
         except BackpressureError:
             if await hub.store.read(Store.status, request_id) is None:
                 raise  # else it is a repeat, which uses nothing
+        except UserError as error:  # no later time would do, and the sequence must get no hole
+            command = _rejected(command, str(error))
         counted = hub.queued.admit(command.model_id, command.seq_id, size, caller.key)
         # Before it is in the log: the engine may be done with it, or dead, before we hear that it is
         hub.waiters.expect(request_id)
@@ -243,10 +251,10 @@ async def _load_into(request: Request, body: bytes) -> Response:
     refusals: list[NotFoundError] = []
     with suppress(UserError), reported(NotFoundError, refusals.append):  # what else is wrong the engine finds
         await owned(request, parse_json(LoadWeightsRequest, body))
+    command = NewCommand(key.model_id, key.seq_id, "load_weights", body)
     if not refusals:
-        return await _submit(request, NewCommand(key.model_id, key.seq_id, "load_weights", body))
-    refused, digest = str(refusals[0]).encode(), hashlib.sha256(body).digest()
-    return await _submit(request, NewCommand(key.model_id, key.seq_id, REJECTED, refused, digest=digest))
+        return await _submit(request, command)
+    return await _submit(request, _rejected(command, str(refusals[0])))
 
 
 @router.post("/save_weights_for_sampler", dependencies=_TRAINS)
