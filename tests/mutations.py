@@ -948,6 +948,48 @@ MUTATIONS = (
         '"raw_logprobs"',
         ("tests/sampling/vllm/test_launch.py",),
     ),
+    Mutation(
+        "every tenant owns all sessions",
+        "tinsmith/store/sessions.py",
+        'return or_(owner == bindparam("tenant"), bindparam("tenant", type_=Text).is_(None))',
+        'return or_(owner != bindparam("tenant"), owner == bindparam("tenant"), bindparam("tenant").is_(None))',
+        ("tests/server/test_tenants.py",),
+    ),
+    Mutation(
+        "a key is known by the part that is no secret",
+        "tinsmith/store/keys.py",
+        "return key if is_right else None",
+        "return key if is_right or text else None",
+        ("tests/server/test_tenants.py", "tests/commands/test_keys.py"),
+    ),
+    Mutation(
+        "who may read a published checkpoint may change it",
+        "tinsmith/server/access.py",
+        'return named == "readable checkpoint" and (',
+        "return bool(named) and (",
+        ("tests/server/test_tenants.py",),
+    ),
+    Mutation(
+        "a tenant has as many parts of the passes as it has models",
+        "tinsmith/engine/passes.py",
+        "of_tenants.setdefault(tenant_of(each[1].command.model_id), [])",
+        'of_tenants.setdefault("", [])',
+        ("tests/engine/test_passes.py",),
+    ),
+    Mutation(
+        "a budget forgets what is under way",
+        "tinsmith/server/budgets.py",
+        "used.tokens + reserved + tokens > key.tokens_a_day",
+        "used.tokens + tokens > key.tokens_a_day",
+        ("tests/server/test_budgets.py",),
+    ),
+    Mutation(
+        "what is used later in an hour takes the place of what was used before",
+        "tinsmith/store/usage.py",
+        "column + _INSERT.excluded[column.name]",
+        "_INSERT.excluded[column.name]",
+        ("tests/server/test_budgets.py",),
+    ),
 )
 
 

@@ -70,7 +70,7 @@ class Server:
     @property
     def url(self) -> str:
         """Its address, as soon as it listens."""
-        return self._wait_for(lambda: re.search(r"listening on (http://\S+),", self.log.read_text()))[1]
+        return self._wait_for(lambda: re.search(r"listening on (https?://\S+),", self.log.read_text()))[1]
 
     def client(self) -> httpx.Client:
         """A client of the API without the SDK."""

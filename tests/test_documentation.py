@@ -294,12 +294,9 @@ def test_the_invariants_name_tests_that_exist() -> None:
 
 
 def test_options_and_variables_that_the_readme_names_exist() -> None:
-    options = {
-        option
-        for command in typer.main.get_group(app).commands.values()
-        for parameter in command.params
-        for option in parameter.opts
-    }
+    commands = typer.main.get_group(app).commands.values()
+    inner = [each for command in commands for each in getattr(command, "commands", {}).values()]
+    options = {option for command in (*commands, *inner) for parameter in command.params for option in parameter.opts}
     variables = {setting.variable for setting in settings()} | {CONFIG_VARIABLE}
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     # A Kubernetes variable stands there as an example of one that is refused.

@@ -269,8 +269,11 @@ _Server = Annotated[
 ]
 
 
+_Key = Annotated[str, typer.Option("--api-key", envvar="TINKER_API_KEY", help="Key that clients send.")]
+
+
 @app.command()
-def status(url: _Server = "http://127.0.0.1:8000") -> None:
+def status(url: _Server = "http://127.0.0.1:8000", api_key: _Key = "") -> None:
     """Show what a running server does.
 
     Prints its models, their queues, tokens per second and memory.
@@ -279,14 +282,14 @@ def status(url: _Server = "http://127.0.0.1:8000") -> None:
 
     from tinsmith.commands.status import fetch_status, print_status
 
-    print_status(fetch_status(url), Console(highlight=False))
+    print_status(fetch_status(url, api_key), Console(highlight=False))
 
 
 @app.command()
 def ping(
     url: _Server = "http://127.0.0.1:8000",
     base_model: Annotated[str, typer.Option(help="Name of a base model that it is to serve.")] = "",
-    api_key: Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="Key that clients send.")] = "",
+    api_key: _Key = "",
 ) -> None:
     """Say what keeps clients from a server.
 
@@ -351,6 +354,121 @@ _DataDir = Annotated[
         "--data-dir", parser=_path, metavar="PATH", envvar="TINSMITH_DATA_DIR", help="Data directory of the server."
     ),
 ]
+
+
+_KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")]
+_keys = typer.Typer(
+    help="Make and end API keys. With the first one, the server asks every client for a key, and may serve other "
+    "machines. It notices changes within seconds.",
+    no_args_is_help=True,
+)
+app.add_typer(_keys, name="keys")
+
+
+@_keys.command("add")
+def add_key(
+    name: _KeyName,
+    tenant: Annotated[
+        str, typer.Option(help="Who owns what the key makes; keys of one tenant share it.", show_default="NAME")
+    ] = "",
+    role: Annotated[
+        Literal["admin", "member", "read-only"],
+        typer.Option(
+            help="read-only looks and downloads; member also trains and samples; admin also manages what all have."
+        ),
+    ] = "member",
+    project: Annotated[str | None, typer.Option(help="Project of its sessions that name none.")] = None,
+    models: Annotated[
+        list[str] | None, typer.Option(help="Name of a base model that it may use; repeat for several.")
+    ] = None,
+    max_models: Annotated[
+        int | None, typer.Option(min=1, metavar="NUMBER", help="Maximum number of models in training.")
+    ] = None,
+    max_parallel: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="NUMBER",
+            help="Maximum number of unfinished sequences of samples, and of unfinished training operations.",
+        ),
+    ] = None,
+    budget_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N/day", help="Tokens to train, prefill and sample from midnight to midnight, UTC."),
+    ] = None,
+    budget_gpu_seconds: Annotated[
+        str | None, typer.Option(metavar="N/day", help="Seconds of GPUs from midnight to midnight, UTC.")
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Size of its checkpoints, such as 50GiB; a number is in GiB.")
+    ] = None,
+    expires: Annotated[str | None, typer.Option(metavar="TIME", help="When it ends, from now: 90d, 12h.")] = None,
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Make a key and print it, once: only a digest is kept.
+
+    Limits hold for what all keys of the tenant use together; beyond them requests get HTTP 429.
+    """
+    from tinsmith.commands.keys import a_day, add, size_of, until
+    from tinsmith.store.records import ApiKey
+
+    key = ApiKey(
+        name=name,
+        key_id="",
+        digest=b"",
+        tenant=tenant or name,
+        role=role,
+        project_id=project,
+        models=models or None,
+        max_models=max_models,
+        max_parallel=max_parallel,
+        tokens_a_day=None if budget_tokens is None else int(a_day(budget_tokens, "--budget-tokens")),
+        gpu_seconds_a_day=None if budget_gpu_seconds is None else a_day(budget_gpu_seconds, "--budget-gpu-seconds"),
+        storage_bytes=None if storage is None else size_of(storage),
+        expires_at=None if expires is None else until(expires),
+    )
+    typer.echo(add(data_dir, key))
+
+
+@_keys.command("list")
+def list_keys(data_dir: _DataDir = Path("tinsmith-data")) -> None:
+    """List all keys, with their tenants, roles and limits."""
+    from rich.console import Console
+
+    from tinsmith.commands.keys import listed
+
+    Console(highlight=False).print(listed(data_dir))
+
+
+@_keys.command("rotate")
+def rotate_key(name: _KeyName, data_dir: _DataDir = Path("tinsmith-data")) -> None:
+    """Print a new key in the place of an old one, which ends; tenant, role and limits stay."""
+    from tinsmith.commands.keys import rotate
+
+    typer.echo(rotate(data_dir, name))
+
+
+@_keys.command("revoke")
+def revoke_key(name: _KeyName, data_dir: _DataDir = Path("tinsmith-data")) -> None:
+    """End a key. What its tenant has stays."""
+    from tinsmith.commands.keys import revoke
+
+    revoke(data_dir, name)
+    typer.echo(f"the key {name!r} is revoked")
+
+
+@app.command()
+def usage(
+    days: Annotated[int, typer.Option(min=1, metavar="NUMBER", help="Days to add up, today included, in UTC.")] = 1,
+    by_hour: Annotated[bool, typer.Option("--by-hour", help="Print a line for each hour.")] = False,
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Show what tenants have used: tokens, seconds of GPUs and storage."""
+    from rich.console import Console
+
+    from tinsmith.commands.usage import usage
+
+    Console(highlight=False).print(usage(data_dir, days, by_hour))
 
 
 @app.command("export")

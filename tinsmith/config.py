@@ -40,6 +40,13 @@ class ServerConfig:
         "Name of this server beside its addresses, localhost and this machine's name; repeat for several. "
         "Requests with another Host, or from web pages of other sites, are refused",
     )
+    trusted_proxies: list[str] = setting(
+        [],
+        "Address or network of a proxy that tells in X-Forwarded-For and X-Forwarded-Proto who its clients are; "
+        "repeat for several. One on this machine is believed anyway",
+    )
+    tls_cert: str = setting("", "File of the certificates in PEM with which to serve HTTPS; empty serves HTTP")
+    tls_key: str = setting("", "File of the key of --tls-cert in PEM; empty if the certificate's file has it")
     long_poll_s: float = setting(
         30.0, "How long retrieve_future waits for a result; after HTTP 408 the client asks again", "seconds", 0.1, 40
     )

@@ -20,7 +20,7 @@ from tinsmith.errors import ConfigError, translated
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-_SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 _PREFIX = "TINSMITH_"
@@ -199,11 +199,11 @@ def _adapter(kind: Any, info: SettingInfo) -> "TypeAdapter[Any]":
 
 def _in_unit(text: str, unit: str, kind: type[int] | type[float]) -> str | float:
     """A size such as 1.5GiB in `unit`; any other text as it is."""
-    units = {size.lower(): count for size, count in _SIZES.items()}
+    units = {size.lower(): count for size, count in SIZES.items()}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
-    if match is None or unit not in _SIZES or match[2] not in units:
+    if match is None or unit not in SIZES or match[2] not in units:
         return text
-    number = float(match[1]) * units[match[2]] / _SIZES[unit]
+    number = float(match[1]) * units[match[2]] / SIZES[unit]
     return int(number) if kind is int and number.is_integer() else number
 
 
@@ -225,7 +225,7 @@ def _accepted(kind: Any, info: SettingInfo) -> str:
         number += f" from {info.low} to {info.high}" if info.high is not None else f" of at least {info.low}"
     return (
         f"{number}, such as 2, 2{info.unit} or {'1MiB' if info.unit == 'KiB' else '500MiB'}"
-        if info.unit in _SIZES
+        if info.unit in SIZES
         else number
     )
 
@@ -248,7 +248,7 @@ class Setting:
     @property
     def option(self) -> str:
         """Such as "--kv-cache-gib"; in the singular if repeating it fills a list."""
-        name = self.name.removesuffix("s") if typing.get_origin(self.type) is list else self.name
+        name = re.sub("ies$", "y", self.name).removesuffix("s") if typing.get_origin(self.type) is list else self.name
         return f"--{name.replace('_', '-')}"
 
     @property

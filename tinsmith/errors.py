@@ -117,7 +117,12 @@ class ConfigError(TinsmithError):
 
 
 class BackpressureError(TinsmithError):
-    """Too much work is waiting; the same request may succeed later (HTTP 429)."""
+    """Too much work is waiting, or a budget is used up; the same request may succeed later (HTTP 429)."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        """The client is to repeat the request after `retry_after_s` seconds."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DeviceLostError(TinsmithError):

@@ -8,6 +8,7 @@ Also: `tests/training/test_pass_failures.py`.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,24 @@ def test_a_sequence_of_all_workers_has_a_pass_of_its_own(device: Device) -> None
     device.forward.take(replace(asked, together=[1]))
     device.train("b", [5, 6])
     assert [sorted(each.lengths) for each, _ in device.computed()] == [[3, 5, 6], [90], [4]]
+
+
+def test_a_tenant_has_an_equal_part_of_the_passes_however_many_models_it_has(device: Device) -> None:
+    """With turns of models alone, the one model of `one` would get an eleventh."""
+    device.forward.order.tenant_of = lambda model_id: model_id.rstrip("0123456789")
+    for number in range(10):
+        device.train(f"many{number}", [100] * 20)
+    device.train("one", [100] * 20)
+    passes = [asked for asked, _ in device.computed()]
+    tokens: Counter[str] = Counter()
+    for asked in passes:
+        if tokens["one"] == 2000:
+            break
+        for (operation, _), length in zip(asked.pieces, asked.lengths, strict=True):
+            tokens[operation.rpartition("/")[0].rstrip("0123456789")] += length
+    assert tokens["one"] == 2000
+    assert tokens["many"] <= 3000
+    assert sum(map(len, (asked.pieces for asked in passes))) == 11 * 20
 
 
 def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(

@@ -54,10 +54,11 @@ async def test_health_tells_of_a_database_that_was_deleted_and_no_checkpoint_is_
     server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.hub.engine, "state", "ready")
-    server.save(f"tinker://{await server.new_run()}/weights/a")
+    run = await server.new_run()
+    server.save(f"tinker://{run}/weights/a")
     (tmp_path / FILE_NAME).unlink()
     for reply in (
-        await server.client.delete("/api/v1/training_runs/m/checkpoints/weights/a"),
+        await server.client.delete(f"/api/v1/training_runs/{run}/checkpoints/weights/a"),
         await server.get("healthz"),
     ):
         assert reply.status_code == 503

@@ -8,16 +8,19 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 
 from tests.server.serving import served
+from tinsmith.config import ServerConfig
+from tinsmith.errors import ConfigError
 from tinsmith.server import body
 from tinsmith.server.body import LargeBodies
 from tinsmith.server.http_protocol import BoundedHttp
-from tinsmith.server.main import http_config
+from tinsmith.server.main import http_config, require_usable_tls
 
 JSON = {"Content-Type": "application/json"}
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -34,6 +37,7 @@ async def listening(
         http = uvicorn.Server(http_config(server.hub))
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
+        await server.hub.tenants.caller({})  # bodies are read once the keys are
         serving = asyncio.create_task(http.serve([listener]))
         yield port, lambda: asyncio.open_connection("127.0.0.1", port)
         http.should_exit = True
@@ -217,3 +221,32 @@ async def test_headers_and_bodies_below_the_limits_are_read_as_they_come(tmp_pat
         for content in (long, long, slowly(b"[" + b" " * 200_000 + b"]")):  # counted anew for each request
             reply = await client.post("telemetry", content=content, headers=JSON | {"x": "a" * 40_000})
             assert reply.status_code == 200
+
+
+async def test_only_a_trusted_proxy_says_how_its_clients_reach_the_server(tmp_path: Path) -> None:
+    async with served(tmp_path, trusted_proxies=["10.0.0.0/24"]) as server:
+        server.save("tinker://m/external_weights/a")
+        http = http_config(server.hub)
+        http.load()
+        found = {}
+        for address in ("127.0.0.1", "10.0.0.9", "10.0.1.9"):
+            transport = httpx.ASGITransport(http.loaded_app, client=(address, 5))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                path = "/api/v1/training_runs/m/checkpoints/external_weights/a/external_weights_urls"
+                reply = await client.get(path, headers={"X-Forwarded-Proto": "https", "X-Forwarded-For": "1.2.3.4"})
+                (url,) = reply.json()["urls"].values()
+                found[address] = url.partition(":")[0]
+        assert found == {"127.0.0.1": "https", "10.0.0.9": "https", "10.0.1.9": "http"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"trusted_proxies": ["proxy"]}, "trusted_proxies='proxy' does not appear to be an IPv4 or IPv6 network"),
+        ({"tls_key": "key.pem"}, "tls_key=key.pem has no effect without --tls-cert"),
+        ({"tls_cert": "none.pem"}, "tls_cert=none.pem, tls_key=none.pem cannot be used: .*No such file"),
+    ],
+)
+def test_certificates_and_proxies_that_cannot_work_are_refused(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        require_usable_tls(ServerConfig(**settings))

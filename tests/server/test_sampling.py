@@ -317,7 +317,8 @@ async def test_a_cancelled_sample_ends_and_takes_no_place(tmp_path: Path) -> Non
         client.accept(2)  # what has ended takes no place either, and what was running ends with its engine
         assert server.hub.samples.lose_running() == [client.id_of(2)]
         client.accept(2)
-        for request_id in (client.id_of(1), client.id_of(7), "nonsense"):
+        assert (await server.post("cancel_future", {"request_id": "nonsense"})).status_code == 404
+        for request_id in (client.id_of(1), client.id_of(7)):
             await server.answer("cancel_future", {"request_id": request_id})
         assert (await client.fetch(1)).content == b"done"
 

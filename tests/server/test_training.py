@@ -38,7 +38,7 @@ async def test_a_retried_snapshot_gets_the_request_and_session_of_the_first_and_
 
 STEP: dict[str, Any] = {"adam_params": {"learning_rate": 0.1}, "type": "optim_step"}
 INFLIGHT = {"sampling_session_seq_id": 4, "kind": "inflight"}
-LOAD = {"path": "tinker://x/weights/a", "optimizer": True}
+LOAD: dict[str, Any] = {"path": "tinker://x/weights/a", "optimizer": True}
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["queued", "done"])
@@ -64,6 +64,7 @@ async def test_a_key_belongs_to_one_operation(
     server: Served, first: tuple[str, Any], second: tuple[str, Any], ended: bool
 ) -> None:
     model_id = await server.new_model()
+    server.save(LOAD["path"])
 
     async def post(path: str, body: Any) -> httpx.Response:
         if isinstance(body, bytes):

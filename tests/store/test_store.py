@@ -46,7 +46,7 @@ MADE_UP = """
 from alembic import op
 from sqlalchemy import Column, Text
 
-revision, down_revision = "6", "5"
+revision, down_revision = "7", "6"
 
 def upgrade():
     op.add_column("sessions", Column("mood", Text, server_default="calm"))
@@ -58,8 +58,8 @@ def next_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this Tinsmith one whose schema has a made-up revision more."""
     with as_file(files("tinsmith.store") / "revisions") as revisions:
         shutil.copytree(revisions, directory)
-    (directory / "versions" / "v6_made_up.py").write_text(MADE_UP)
-    monkeypatch.setattr(schema, "REVISION", "6")
+    (directory / "versions" / "v7_made_up.py").write_text(MADE_UP)
+    monkeypatch.setattr(schema, "REVISION", "7")
     monkeypatch.setattr(database, "REVISIONS", str(directory))
 
 
@@ -72,7 +72,7 @@ def test_a_database_of_the_version_before_is_migrated_once(tmp_path: Path, monke
             assert store.session("s") is not None
         with closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as connection:
             assert connection.execute("SELECT session_id, mood FROM sessions").fetchall() == [("s", "calm")]
-            assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("6",)]
+            assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("7",)]
 
 
 def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_every_revision_leads_to_the_next_and_is_installed(store: Store, tmp_pat
 
 
 UNKNOWN = r"tinsmith\.db is damaged: it has tables, and its schema version is (None|'x')\. Put back a copy"
-NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 5: use the newer one, or another data_dir"
+NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 6: use the newer one, or another data_dir"
 
 
 @pytest.mark.parametrize(
@@ -220,3 +220,29 @@ def test_a_checkpoint_whose_row_was_not_taken_is_added_again_with_the_same_files
     store.put_checkpoint(row)  # the answer to the former was lost
     assert store.require_checkpoint("tinker://m/weights/a") == replace(row, public=True)
     assert (store.known_directories(), store.discarded_directories()) == ({"d"}, [])
+
+
+def test_a_database_of_the_first_release_becomes_one_of_today(tmp_path: Path) -> None:
+    """All that it holds belongs to the tenant `local`, and imported checkpoints stay readable by all."""
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.executescript((Path(__file__).parent / "schema_5.sql").read_text())
+        connection.execute(
+            "INSERT INTO sessions (session_id, tags, sdk_version, created_at, last_seen_at) "
+            "VALUES ('s', '[]', '', 1, 1)"
+        )
+        for run, public in ((MODEL, 0), ("imported", 0)):
+            connection.execute(
+                "INSERT INTO checkpoints (tinker_path, model_id, kind, name, directory, base_model, architecture, "
+                "lora_config, has_optimizer, size_bytes, created_at, public) "
+                "VALUES (?, ?, 'training', 'a', ?, 'tiny', 'qwen3', '{}', 1, 10, 1.0, ?)",
+                (f"tinker://{run}/weights/a", run, run, public),
+            )
+        connection.commit()
+    with closing(Store.open(tmp_path)) as store:
+        assert store.tenant_of("s") == "local"
+        assert [store.owns(run, "local") for run in ("s", MODEL, "imported", "x")] == [True, True, True, False]
+        assert [store.is_public(f"tinker://{run}/weights/a") for run in (MODEL, "imported")] == [False, True]
+    with create_engine(f"sqlite:///{tmp_path / FILE_NAME}").connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, schema.metadata) == []
+        assert context.get_current_revision() == schema.REVISION

@@ -292,7 +292,7 @@ def test_sessions_share_the_room_for_prompts_that_are_decoded(vision_base: BaseM
     with occupied(bench.samples.admission.images):
         for number in range(32):
             bench.samples.add(image_sample(f"s{number % 8}:sample:0/{number}", number))
-        for _ in range(40):
+        for _ in range(24):
             bench.step()
         assert bench.base.decoding.keys() == {f"s{number}" for number in range(8)}
         assert bench.base.decoding.total() <= 4 + 4 / 2 + 4 / 3 + 8
@@ -446,3 +446,20 @@ def test_a_stream_is_told_its_tokens_in_one_message_a_step(bench: Bench) -> None
             np.array(logprobs, dtype=np.float32), np.frombuffer(sequence.logprobs, dtype="<f4")
         )
     assert sorted(done) == ["one:sample:0/0", "silent:sample:0/0", "two:sample:0/0"]
+
+
+def test_tenants_have_equal_parts_of_a_device_however_many_sessions_they_have(
+    text_base: BaseModel, tmp_path: Path
+) -> None:
+    bench = bench_of(text_base, tmp_path, max_running=16)
+    for number in range(24):
+        for session in ("a", "b", "c"):
+            bench.samples.add(replace(sample(f"{session}:sample:0/{number}"), tenant="many"))
+    for number in range(24):
+        bench.samples.add(replace(sample(f"d:sample:0/{number}"), tenant="one"))
+    bench.settle()
+    sessions = [message.request_id[0] for message in bench.sent]
+    assert sorted(sessions) == sorted("abcd" * 24)
+    last = max(place for place, session in enumerate(sessions) if session == "d")
+    assert last < 2 * 24 + 20  # it is 95 where sessions take turns
+    assert not bench.base.tenants

@@ -136,7 +136,7 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
         for path in paths:
             row = checkpoints.announce(path, base_name, about.architecture, asdict(adapter.shape))
             found = write_files(checkpoints.files, row, write)
-            store.put_checkpoint(Checkpoint(**row, **found))
+            store.put_checkpoint(Checkpoint(**row, **found, public=True))
     return [str(path) for path in paths]
 
 

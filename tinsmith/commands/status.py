@@ -17,8 +17,8 @@ from tinsmith.http_client import open_url, why_unanswered, without_user
 TIMEOUT_S = 10.0
 
 
-def fetch_status(url: str) -> dict[str, Any]:
-    """The answer of the status route. Raises ConfigError if no Tinsmith server gives one."""
+def fetch_status(url: str, key: str = "") -> dict[str, Any]:
+    """The answer of the status route to a client with this key. Raises ConfigError if no Tinsmith server gives one."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url={without_user(url)!r} must begin with http:// or https://")
     shown = without_user(url)
@@ -26,11 +26,14 @@ def fetch_status(url: str) -> dict[str, Any]:
     def why_none(error: Exception) -> str:
         if not isinstance(error, HTTPError):
             return f"no Tinsmith server answers at {shown}: {why_unanswered(error)}"
+        if error.code == 401:
+            return f"{shown} needs an API key that it knows: set TINKER_API_KEY, or give --api-key"
         hint = " Leave out /api/v1" if url.rstrip("/").endswith("/api/v1") else ""
         return f"{shown} answers {error.code}: is it a Tinsmith server?{hint}"
 
     no_answer = (OSError, ValueError, HTTPException)  # of nobody, or none that is HTTP or JSON
-    with translated(no_answer, ConfigError, why_none), open_url(f"{url.rstrip('/')}/api/v1/status", TIMEOUT_S) as reply:
+    place, headers = f"{url.rstrip('/')}/api/v1/status", {"X-API-Key": key} if key else None
+    with translated(no_answer, ConfigError, why_none), open_url(place, TIMEOUT_S, headers) as reply:
         content = json.load(reply)
     if not isinstance(content, dict) or "engine" not in content:
         raise ConfigError(f"no Tinsmith server answers at {shown}: the answer has no key 'engine'")

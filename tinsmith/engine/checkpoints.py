@@ -19,6 +19,7 @@ from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.shapes import LoraShape, rank_refusal
 from tinsmith.protocol.work import ExportModel, LoadModel, SaveModel
+from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import SESSION_END, Checkpoint
 from tinsmith.store.store import Store
@@ -76,6 +77,7 @@ class CheckpointRows:
             "user_metadata": user_metadata,
             "created_at": now,
             "expires_at": None if ttl_seconds is None else now + ttl_seconds,
+            "tenant": self.store.tenant_of(ids.session_of(path.model_id)),
         }
 
     def written(self, call: SaveModel | ExportModel) -> Steps[Checkpoint]:

@@ -1,7 +1,7 @@
 """Forward and forward_backward operations under way: prepared, composed into passes, and completed."""
 
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,7 +12,7 @@ from tinsmith.engine.passes import PASS_S, DatumOutput, ForwardOperation, Paces,
 from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Drop, PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
-from tinsmith.store.records import Command
+from tinsmith.store.records import LOCAL, Command
 
 # Forward operations of each model, in order, and whose turn it is to have a pass.
 
@@ -66,12 +66,18 @@ class PassOrder:
     """Most pixels of images that a pass decodes."""
     served: dict[str, int] = field(default_factory=dict)
     """Number of the last pass of each model."""
+    served_tenants: dict[str, int] = field(default_factory=dict)
+    """The same of each tenant."""
+    tenant_of: Callable[[str], str] = lambda _: LOCAL
+    """Tells the tenant of a model."""
     served_bases: dict[str, int] = field(default_factory=dict)
     """Number of the last pass on a base model."""
 
     def given(self, number: int, pieces: list[Piece]) -> None:
         """Note that the worker has been given a pass."""
-        self.served |= dict.fromkeys((piece.operation.command.model_id for piece in pieces), number)
+        models = {piece.operation.command.model_id for piece in pieces}
+        self.served |= dict.fromkeys(models, number)
+        self.served_tenants |= dict.fromkeys(map(self.tenant_of, models), number)
         self.served_bases[pieces[0].operation.base_model] = number
 
     def next(
@@ -94,7 +100,10 @@ class PassOrder:
         in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
         workers = self.paces.workers
         passes = (
-            next_pass(bases[name], self.paces.most_tokens(name), self.max_pixels, self.served, workers)
+            next_pass(
+                *(bases[name], self.paces.most_tokens(name), self.max_pixels, self.served, workers),
+                *(self.tenant_of, self.served_tenants),
+            )
             for name in in_turn
         )
         return next((pieces for pieces in passes if pieces and not self._is_others_turn(pieces, queues, put_off)), [])
@@ -161,6 +170,11 @@ class ForwardWork:
     of_images: set[int] = field(default_factory=set)
     """Numbers of the passes of models that have images to decode."""
     complete: list[ForwardOperation] = field(default_factory=list)
+    paid: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of devices for passes, by model (`Outcomes.gpu_seconds`)."""
+    shares: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Tokens of models in passes whose seconds are not known yet, by base model."""
+    last_shares: dict[str, Counter[str]] = field(default_factory=dict)
 
     def add(self, command: Command, base_model: str, payload: bytes) -> None:
         """Let the worker check and measure an operation."""
@@ -264,6 +278,7 @@ class ForwardWork:
         self.of_images.discard(message.number)
         for took in message.took:
             self.order.paces.learn(*took)
+        self._share(pieces, message)
         for piece in pieces:  # those of an operation with a broken image have neither result nor failure
             piece.operation.in_pass.discard(piece.index)
         operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
@@ -282,6 +297,16 @@ class ForwardWork:
         complete = self.operations.take_complete()
         self.complete += complete
         self._drop(complete)  # each of several workers holds all datums, and has forgotten those alone that it computed
+
+    def _share(self, pieces: list[Piece], message: PassDone) -> None:
+        """Divide the seconds of devices that are told among the models of the passes since seconds were last told."""
+        for piece in pieces:
+            self.shares[piece.operation.base_model][piece.operation.command.model_id] += piece.tokens
+        for base_model, _, _, seconds in message.took:
+            shares = self.shares.pop(base_model, None) or self.last_shares.get(base_model, Counter())
+            self.last_shares[base_model] = shares
+            for model_id, tokens in shares.items():
+                self.paid[model_id] += seconds * tokens / shares.total()
 
     def _pass_failed(self, operation: ForwardOperation) -> None:
         """Fail an operation, and the step that it belongs to, which lacks a part of its gradients.

@@ -2,8 +2,9 @@
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import orjson
@@ -26,6 +27,8 @@ class Outcomes:
     models: ModelStates
     record: Callable[[list[Outcome]], None]
     trained_tokens: int = 0
+    gpu_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of devices by model, until the next outcome of the model takes them along."""
     suspects: set[str] = field(default_factory=set)
     """Operations that were under way when workers ended, and are computed again."""
 
@@ -34,7 +37,7 @@ class Outcomes:
         encoded: dict[ForwardOperation, Outcome] = {}
         for operation in operations:
             with failing_into(partial(self.fail, operation.command, touches_step=operation.backward)):
-                encoded[operation] = _outcome(operation)
+                encoded[operation] = replace(_outcome(operation), gpu_seconds=self._unpaid(operation.command.model_id))
         self.record(list(encoded.values()))
         self.suspects -= {operation.command.request_id for operation in encoded}
         for operation in encoded:
@@ -49,7 +52,8 @@ class Outcomes:
     def ended(self, command: Command, running: Running, ended: Ended) -> None:
         """Record the result of an operation that is no forward work."""
         self.suspects.discard(command.request_id)
-        self.record([Outcome(command.request_id, orjson.dumps(ended.result), "json", None, None, ended.resolved)])
+        result, seconds = orjson.dumps(ended.result), self._unpaid(command.model_id)
+        self.record([Outcome(command.request_id, result, "json", None, None, ended.resolved, gpu_seconds=seconds)])
         metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
         _log_finished(command, running.started_at, tokens=0, detail=metrics)
 
@@ -65,17 +69,23 @@ class Outcomes:
         self.suspects.discard(command.request_id)
         if touches_step:
             self.models.after_failure(command, str(error))
-        self.record([Outcome(command.request_id, None, None, str(error), error.category)])
+        seconds = self._unpaid(command.model_id)
+        self.record([Outcome(command.request_id, None, None, str(error), error.category, gpu_seconds=seconds)])
         log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
+
+    def _unpaid(self, model_id: str) -> float:
+        """Seconds of devices for passes of a model that no outcome has yet."""
+        return self.gpu_seconds.pop(model_id, 0.0)
 
     def forget(self, model_id: str) -> None:
         self.suspects = {each for each in self.suspects if not each.startswith(f"{model_id}/")}
+        self.gpu_seconds.pop(model_id, None)
 
 
 def _outcome(operation: ForwardOperation) -> Outcome:
     outputs = [{"logprobs": result.logprobs} for result in operation.in_order]
     result = encode_output(outputs, operation.metrics)
-    return Outcome(operation.command.request_id, result, "protobuf", None, None)
+    return Outcome(operation.command.request_id, result, "protobuf", None, None, tokens=operation.tokens)
 
 
 def _log_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:

@@ -1,8 +1,9 @@
 """Composes forward work of many models into passes under a token budget, and learns how long passes take.
 
-An operation may need several passes and a pass may serve several operations. Models take turns of half a pass, and
-those go first that were served longest ago, so a long operation does not hold up a short one of another model. A turn
-is not a single datum: each adapter of a pass costs multiplications of its own, which are fast only over many tokens.
+An operation may need several passes and a pass may serve several operations. Tenants take turns of half a pass, and so
+do the models of each; those go first that were served longest ago, so a long operation does not hold up a short one of
+another model. A turn is not a single datum: each adapter of a pass costs multiplications of its own, which are fast
+only over many tokens.
 """
 
 import logging
@@ -10,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import inf
 
 import numpy as np
@@ -133,18 +135,28 @@ def next_pass(
     most_tokens: Mapping[bool, int],
     max_pixels: int,
     served: Mapping[str, int],
-    workers: int = 1,
+    workers: int,
+    tenant_of: Callable[[str], str],
+    served_tenants: Mapping[str, int],
 ) -> list[Piece]:
     """Choose the next pass: datums of the model served longest ago, and others that fit beside, in one direction.
 
     `queues` hold the operations of one model each, in order, all on one base model; none is empty. `served` says in
     which pass a model was last served; among those that never were, the oldest operation goes first. `most_tokens` are
-    those of a pass of all `workers`, forward and (True) with backward. Nothing is returned if none can be computed now.
+    those of a pass of all `workers`, forward and (True) with backward.
+
+    Tenants take turns (`served_tenants` says in which pass), and their models in turns of their own: each tenant has an
+    equal part, however many models it has. Nothing is returned if none can be computed now.
     """
     ready = [(queue, operation) for queue in queues if (operation := _first_open(queue)) is not None]
     ready.sort(key=lambda pair: (served.get(pair[1].command.model_id, 0), pair[1].command.id))
     if not ready:
         return []
+    of_tenants: dict[str, list[tuple[deque[ForwardOperation], ForwardOperation]]] = {}
+    for each in ready:
+        of_tenants.setdefault(tenant_of(each[1].command.model_id), []).append(each)
+    in_turn = [of_tenants[name] for name in sorted(of_tenants, key=lambda name: served_tenants.get(name, 0))]
+    ready = [each for turn in zip_longest(*in_turn) for each in turn if each is not None]
     backward = ready[0][1].backward
     return list(_choose([_pieces(queue, backward) for queue, _ in ready], most_tokens[backward], max_pixels, workers))
 

@@ -4,9 +4,12 @@ Nothing here computes or waits. What is due is sent to the workers, whose answer
 other models go on.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
+
+from cachetools import LRUCache
 
 from tinsmith.config import Config
 from tinsmith.engine.crash_recovery import CrashRecovery
@@ -16,11 +19,16 @@ from tinsmith.engine.operations import DatabaseWaits, Operations, StepwiseOperat
 from tinsmith.engine.outcomes import Outcomes
 from tinsmith.engine.passes import ActiveSessions, Paces
 from tinsmith.engine.unloading import Unloading
-from tinsmith.errors import StoreUnavailableError, UserError
+from tinsmith.errors import StoreUnavailableError, UserError, reported
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Answer, CallFailed, Copied, PassDone, Prepared, PrepareFailed, error_of
-from tinsmith.store.records import Command, Outcome
+from tinsmith.store import ids
+from tinsmith.store.records import LOCAL, Command, Outcome
+
+log = logging.getLogger(__name__)
+
+_KNOWN_SESSIONS = 4096
 
 
 class OperationScheduler:
@@ -49,16 +57,26 @@ class OperationScheduler:
         paces = Paces(
             config.training.tokens_per_pass * workers, workers, lambda: self.sessions.are_several() and cuts_passes
         )
-        order = PassOrder(paces, config.images.max_image_pixels)
+        self._tenants: LRUCache[str, str] = LRUCache(_KNOWN_SESSIONS)
+        order = PassOrder(paces, config.images.max_image_pixels, tenant_of=self._tenant_of)
         waits = self.waits
         self.forward = ForwardWork(
-            order, operations.next_number, send, self.outcomes.fail, waits.put_back, waits.put_off
+            *(order, operations.next_number, send, self.outcomes.fail, waits.put_back, waits.put_off),
+            paid=self.outcomes.gpu_seconds,
         )
         self.unloading = Unloading(self.models, self.sessions, operations.store, self.forward, self.outcomes)
         self.stepwise = StepwiseOperations(self.models, operations, self.outcomes, self.unloading, self.waits, send)
         self.crash_recovery = CrashRecovery(
             *(self.models, self.forward, self.outcomes, operations.next_number, self.unloading.forget, send)
         )
+
+    def _tenant_of(self, model_id: str) -> str:
+        """Return the tenant of a model; looked up once for its session, and `local` while the database is locked."""
+        session_id = ids.session_of(model_id)
+        if session_id not in self._tenants:
+            with reported(StoreUnavailableError, partial(log.warning, "the tenant of %s is not known: %s", model_id)):
+                self._tenants[session_id] = self.operations.store.tenant_of(session_id)
+        return self._tenants.get(session_id, LOCAL)
 
     def queued(self, model_id: str) -> int:
         """Return the number of a model's unfinished operations."""

@@ -5,12 +5,12 @@ Engine to server: Starting, Ready, Recovering, Alive, Done, SampleEvents, Sample
 Nothing here is needed to recover data: what must last is in the store.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from tinsmith.protocol.messages import Message
 from tinsmith.store import ids
-from tinsmith.store.records import Category, Outcome
+from tinsmith.store.records import LOCAL, Category, Outcome
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Sample(Message):
     stream: bool
     """Whether its tokens are told as they come (`SampleEvents`)."""
     payload: bytes
+    tenant: str = LOCAL
 
     @property
     def session_id(self) -> str:
@@ -124,10 +125,13 @@ class Done(Message):
     error: str | None
     category: Category | None
     payload: bytes
+    tokens: int = 0
+    gpu_seconds: float = 0.0
 
     @classmethod
     def of(cls, outcome: Outcome) -> Self:
-        return cls(outcome.request_id, outcome.result_type, outcome.error, outcome.category, outcome.result or b"")
+        about = outcome.request_id, outcome.result_type, outcome.error, outcome.category
+        return cls(*about, outcome.result or b"", outcome.tokens, outcome.gpu_seconds)
 
     @property
     def outcome(self) -> Outcome:
@@ -143,11 +147,12 @@ class Done(Message):
 
 @dataclass(frozen=True)
 class SampleDone(Message):
-    """`payload` is the protobuf SampleResponse."""
+    """`payload` is the protobuf SampleResponse, and `used` the fields of what is metered (`Used`)."""
 
     request_id: str
     run: int
     payload: bytes
+    used: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

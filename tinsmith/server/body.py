@@ -12,10 +12,8 @@ from fastapi import Request
 
 from tinsmith.errors import UserError
 from tinsmith.server.parser_process import ParserProcess
+from tinsmith.server.tenants import Caller
 from tinsmith.wire.compression import TooLargeError, decompress, decompress_beginning, stated_size
-from tinsmith.wire.json_body import ModelT, parse_json
-
-_JSON_BYTES = 64 * 1024
 
 _SMALL_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop, in milliseconds at worst."""
@@ -42,11 +40,6 @@ async def read_body(request: Request, max_bytes: int, setting: str | None = None
     encoding = _encoding(request, "application/json")
     body = await _received(request, max_bytes, setting)
     return body if encoding == "identity" else await asyncio.to_thread(decompress, body, max_bytes)
-
-
-async def read_json(request: Request, model_cls: type[ModelT]) -> ModelT:
-    """A JSON body of a few fields. Raises as `read_body` and `parse_json`."""
-    return parse_json(model_cls, await read_body(request, _JSON_BYTES))
 
 
 async def drop_body(request: Request, max_bytes: int) -> None:
@@ -76,7 +69,7 @@ class LargeBodies:
     ) -> Result:
         """`parse(body, *args)` of the whole body, decompressed; large ones by `ParserProcess.run`, clients in turn.
 
-        A client is an address, behind a proxy here the last in X-Forwarded-For: API keys are not checked. Raises as
+        A client is a tenant; without keys an address, behind a proxy here the last in X-Forwarded-For. Raises as
         `read_body`, `parse` and `ParserProcess.run`.
         """
         encoding = _encoding(request, media_type)
@@ -85,7 +78,7 @@ class LargeBodies:
         if plain is not None:
             return parse(plain, *args)
         session = _session_of(body, encoding)
-        known, client = session if self._is_session(session) else "", request.client.host if request.client else ""
+        known, client = session if self._is_session(session) else "", _client_of(request)
         return await self.parser.run(parse, body, encoding, max_bytes, *args, client=client, session=known)
 
     async def _turn(self) -> None:
@@ -104,6 +97,12 @@ class LargeBodies:
                 turn.set_result(None)
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._give_turns)
+
+
+def _client_of(request: Request) -> str:
+    caller: Caller = request.state.caller
+    address = request.client.host if request.client else ""
+    return address if caller.key is None else f"tenant {caller.tenant}"
 
 
 def _small(body: bytes, encoding: str) -> bytes | None:

@@ -9,8 +9,6 @@ from tinsmith.store.catalog import SessionSummary
 from tinsmith.store.records import CLIENT_REASONS, Checkpoint, TrainingRun
 from tinsmith.wire.paths import parse_path
 
-OWNER = "local"
-"""This version has no accounts: everything belongs to the user who runs the server."""
 NO_PROJECT = "default"
 """The API's name for the project of sessions without one."""
 
@@ -43,7 +41,7 @@ def describe_run(run: TrainingRun, base_model: str) -> dict[str, Any]:
     return {
         "training_run_id": run.model.model_id,
         "base_model": base_model,
-        "model_owner": OWNER,
+        "model_owner": run.tenant,
         "is_lora": rank > 0,
         "status": run.model.status,
         "corrupted": run.model.status in ("failed", "lost"),
@@ -74,7 +72,7 @@ def describe_session(found: SessionSummary) -> dict[str, Any]:
     return {
         "session_id": found.session_id,
         "created_at": timestamp(found.created_at),
-        "owner": OWNER,
+        "owner": found.tenant,
         "project_id": found.project_id or NO_PROJECT,
         "status": _status(found),
         "checkpoints_count": found.checkpoints,

@@ -1,5 +1,6 @@
 """State that the routes share."""
 
+import asyncio
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from tinsmith.protocol.serving import (
 )
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
-from tinsmith.server.body import LargeBodies, read_body
+from tinsmith.server.body import LargeBodies
+from tinsmith.server.budgets import Budgets
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.queued_operations import QueuedOperations
@@ -33,9 +35,10 @@ from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook, SamplingSessions
 from tinsmith.server.signatures import UrlSigner
+from tinsmith.server.tenants import Tenants
 from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.records import Checkpoint, Model, Outcome, Session
+from tinsmith.store.records import Checkpoint, Model, Outcome, Session, Used
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
 
@@ -110,6 +113,10 @@ class Hub:
         """Make it in the event loop; `engine.run` starts the engine."""
         self.config = config
         self.store = AsyncStore(store)
+        self.tenants = Tenants(self.store)
+        self.budgets = Budgets(self.store)
+        self.creating = asyncio.Lock()
+        """Held while models are counted and one is added."""
         self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
         self.shared = None if config.training.trains else SharedCheckpoints(self.files)
         """Checkpoints of another server; for one that only samples."""
@@ -125,7 +132,7 @@ class Hub:
         self.bodies = LargeBodies(self.lifetimes.knows)
         self.queued = QueuedOperations(config.server)
         self._places = private_places(config, data_dir)
-        self._known_models: LRUCache[str, bool] = LRUCache(_KNOWN_MODELS)
+        self._known_models: LRUCache[str, str] = LRUCache(_KNOWN_MODELS)
         self._ended: dict[str, bool] = {}
         """Ended sessions that the engine does not know of, and whether it is to save their models."""
 
@@ -135,6 +142,7 @@ class Hub:
             self.base_models.replace(message.models)
         elif isinstance(message, Done):
             self.queued.end(message.request_id)
+            self.budgets.release(message.request_id, Used(message.tokens, gpu_seconds=message.gpu_seconds))
             self.waiters.deliver(message.request_id, message.outcome)
         elif isinstance(message, Status):
             self.activity.take(message)
@@ -153,8 +161,10 @@ class Hub:
         if not self.samples.finish(message):
             return  # its client gave it up
         if isinstance(message, SampleDone):
+            self.budgets.sampled(message.request_id, message.used)
             self.sample_reports.add(message.request_id, "finished", len(message.payload))
         else:
+            self.budgets.release(message.request_id)
             self.sample_reports.add(message.request_id, "failed")
         self.waiters.deliver(message.request_id, message)
 
@@ -167,12 +177,14 @@ class Hub:
         """Give up what was queued or running for an engine that is gone."""
         await self.store.write(Store.fail_unfinished, reason)
         self.queued.clear()
+        self.budgets.release_all()
         self.activity.clear()
         self._lose_samples()
 
     def _lose_samples(self) -> None:
         """Fail the samples that run. Clients send those again whose weights are still there."""
         for request_id in self.samples.lose_running():
+            self.budgets.release(request_id)
             self.sample_reports.add(request_id, "failed")
         self.sampling_sessions.forget_snapshots()
         self.waiters.all_look_again()
@@ -188,6 +200,7 @@ class Hub:
         self.sampling_sessions.forget(session_id)
         self.sample_reports.forget(session_id)
         for request_id in self.samples.end_session(session_id):
+            self.budgets.release(request_id)
             self.waiters.look_again(request_id)
         if self.engine.takes_messages:
             await self._tell_ended()
@@ -216,11 +229,11 @@ class Hub:
         if (await self.session(session_id)).finished_at is not None:
             raise UserError(f"session {session_id} is finished; create a new one")
 
-    async def require_model(self, model_id: str) -> None:
-        """Raise as `model`; asks the store once for each."""
+    async def base_of(self, model_id: str) -> str:
+        """The base model of a model, as its client named it. Raises as `model`; asks the store once for each."""
         if model_id not in self._known_models:
-            await self.model(model_id)
-            self._known_models[model_id] = True
+            self._known_models[model_id] = (await self.model(model_id)).base_model
+        return self._known_models[model_id]
 
 
 def comes_from_here(request: Request) -> bool:
@@ -237,8 +250,3 @@ def hub_of(request: Request) -> Hub:
     """The hub of this request's server."""
     hub: Hub = request.app.state.hub
     return hub
-
-
-async def operation_body(request: Request) -> bytes:
-    """A JSON body up to `max_json_kib`. Raises as `read_body`."""
-    return await read_body(request, hub_of(request).config.requests.max_json_kib * 1024, "max_json_kib")

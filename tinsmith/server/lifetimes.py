@@ -17,6 +17,7 @@ from tinsmith.server.async_store import AsyncStore
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store, sweep
+from tinsmith.store.usage import note_storage
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,10 @@ class Lifetimes:
         await self._store.write(Store.drop_results, now - self._config.result_ttl_s, now - self.round_s)
         await self._store.write(Store.give_back_space)
 
+    async def note_storage(self) -> None:
+        """Note what tenants store."""
+        await self._store.write(note_storage)
+
     async def forget_ended(self) -> None:
         """Forget sessions that ended `ended_session_ttl_s` ago, but for runs that have checkpoints."""
         forgotten = await self._store.write(Store.forget_ended, time.time() - self._config.ended_session_ttl_s)
@@ -138,6 +143,8 @@ async def keep_up(lifetimes: Lifetimes, on_session_end: Callable[[str], Awaitabl
             await lifetimes.drop_results()
         with failing_into(partial(_log, "sessions that ended long ago could not be forgotten")):
             await lifetimes.forget_ended()
+        with failing_into(partial(_log, "what is stored could not be noted")):
+            await lifetimes.note_storage()
         with failing_into(partial(_log, "files that belong to no checkpoint could not be deleted")):
             await lifetimes.sweep()
         with failing_into(partial(_log, "the database is not sound")):

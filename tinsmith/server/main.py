@@ -7,8 +7,10 @@ import ipaddress
 import logging
 import math
 import resource
+import shlex
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,24 +18,24 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 
-from tinsmith.config import Config
-from tinsmith.errors import ConfigError, NotFoundError, translated
+from tinsmith.config import Config, ServerConfig
+from tinsmith.errors import ConfigError, NotFoundError, StoreUnavailableError, reported, translated
 from tinsmith.logs import start_logging
+from tinsmith.server.access import PREFIX, admit
 from tinsmith.server.http_protocol import Origins, http_protocol
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
 from tinsmith.server.replies import add_error_replies
-from tinsmith.server.routes import catalog, checkpoints, downloads, futures, sampling, service, training
+from tinsmith.server.routes import catalog, checkpoints, downloads, futures, sampling, service, training, usage
 from tinsmith.store.disk import only_user
+from tinsmith.store.keys import list_keys
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
 
 # The FastAPI application: routes, error replies, and an answer for the parts of the Tinker API that are not built.
-
-_PREFIX = "/api/v1"
 
 
 def create_app(hub: Hub) -> FastAPI:
@@ -43,17 +45,18 @@ def create_app(hub: Hub) -> FastAPI:
     app.add_middleware(Origins, listens_on=hub.config.server.host, allowed_hosts=hub.config.server.allowed_hosts)
     add_error_replies(app)
     # Routes are tried in order: those that every step and every sample takes come first.
-    for routes in (futures, training, sampling, service, catalog, checkpoints, downloads):
-        app.include_router(routes.router, prefix=_PREFIX)
-    app.add_api_route("/{path:path}", _not_built, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+    for routes in (futures, training, sampling, service, catalog, checkpoints, downloads, usage):
+        app.include_router(routes.router, prefix=PREFIX, dependencies=[Depends(admit)])
+    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    app.add_api_route("/{path:path}", _not_built, methods=methods, dependencies=[Depends(admit)])
     return app
 
 
 async def _not_built(request: Request) -> Response:
-    if request.url.path.startswith(f"{_PREFIX}{_PREFIX}/"):
+    if request.url.path.startswith(f"{PREFIX}{PREFIX}/"):
         base_url = str(request.base_url).rstrip("/")
         raise NotFoundError(
-            f"{request.url.path} does not exist: the client adds {_PREFIX} to its base_url by itself; "
+            f"{request.url.path} does not exist: the client adds {PREFIX} to its base_url by itself; "
             f"leave it off, as in base_url={base_url!r}"
         )
     # Not 501, which would be fitting: the SDK sends 5xx again for minutes.
@@ -92,6 +95,7 @@ def _run(config: Config, until_ready: bool) -> None:
     if not config.base_models:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
     _allow_open_files()
+    require_usable_tls(config.server)
     data_dir = Path(config.data_dir)
     keep_bytes = config.server.kept_operations_mib * 2**20
     with (
@@ -102,6 +106,7 @@ def _run(config: Config, until_ready: bool) -> None:
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
+        _require_keys_or_loopback(config, listener, store)
         signals = uvloop.run(_serve(config, listener, store, data_dir, until_ready))
     if len(signals) > 1 or (signals and until_ready):
         raise SystemExit(128 + signals[-1])
@@ -112,6 +117,20 @@ def _allow_open_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def require_usable_tls(server: ServerConfig) -> None:
+    """Raise ConfigError for certificates or a key that cannot be used, and for networks that are none."""
+    for network in server.trusted_proxies:
+        with translated(ValueError, ConfigError, lambda error: f"trusted_proxies={error}; give an address or network"):
+            ipaddress.ip_network(network)
+    if server.tls_key and not server.tls_cert:
+        raise ConfigError(f"tls_key={server.tls_key} has no effect without --tls-cert")
+    if server.tls_cert:
+        files = f"tls_cert={server.tls_cert}, tls_key={server.tls_key or server.tls_cert}"
+        with translated(OSError, ConfigError, lambda error: f"{files} cannot be used: {error}; give PEM files"):
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(server.tls_cert, server.tls_key or None, password="")  # nobody is asked for one
 
 
 @contextlib.contextmanager
@@ -152,7 +171,9 @@ def http_config(hub: Hub) -> uvicorn.Config:
         ws="none",
         # Behind a proxy on this machine clients have an address each. A process here may lie, but can keep the
         # processors busy anyway.
-        forwarded_allow_ips=["127.0.0.1", "::1"],
+        forwarded_allow_ips=["127.0.0.1", "::1", *server.trusted_proxies],
+        ssl_certfile=server.tls_cert or None,
+        ssl_keyfile=server.tls_key or None,
         lifespan="off",
         access_log=False,
         log_config=None,
@@ -208,6 +229,8 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
         await engine_task
     finally:
         hub.bodies.parser.close()
+        with reported(StoreUnavailableError, partial(log.error, "what the last samples have used is not metered: %s")):
+            await hub.budgets.flush()
         hub.store.close()
     return signals
 
@@ -215,6 +238,14 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
 def _announce(config: Config, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    log.info("listening on http://%s:%d, data in %s", shown, port, config.data_dir)
-    if not ipaddress.ip_address(host).is_loopback:
-        log.warning("there are no API keys yet: everyone who can reach http://%s:%d can use this server", shown, port)
+    scheme = "https" if config.server.tls_cert else "http"
+    log.info("listening on %s://%s:%d, data in %s", scheme, shown, port, config.data_dir)
+
+
+def _require_keys_or_loopback(config: Config, listener: socket.socket, store: Store) -> None:
+    """Raise ConfigError if others than this machine could reach a server that asks nobody for a key."""
+    if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback and not list_keys(store):
+        raise ConfigError(
+            f"host={config.server.host} can be reached from other machines, and there are no API keys: make one with "
+            f"`tinsmith keys add NAME --data-dir {shlex.quote(config.data_dir)}`, or use --host 127.0.0.1"
+        )

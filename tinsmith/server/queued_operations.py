@@ -12,6 +12,7 @@ from cachetools import LRUCache
 from tinsmith.config import ServerConfig
 from tinsmith.errors import BackpressureError
 from tinsmith.store import ids
+from tinsmith.store.records import ApiKey
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +26,18 @@ class QueuedOperations:
     def __init__(self, config: ServerConfig) -> None:
         self._limits = config.max_queued_mib * 2**20, config.max_queued_session_mib * 2**20
         self._sizes: dict[str, int] = {}
+        self._tenants: dict[str, str] = {}
+        """Tenants of operations that were sent with a key."""
+        self._of_tenant: Counter[str] = Counter()
+        """Their numbers."""
         self._of_session: Counter[str] = Counter()
         self._of_model: defaultdict[str, set[int]] = defaultdict(set)
         """seq_ids that are queued."""
         self._ended: LRUCache[str, int] = LRUCache(_KNOWN_MODELS)
         """The highest seq_id of each model that has ended."""
 
-    def admit(self, model_id: str, seq_id: int, size: int) -> bool:
-        """Count an operation of `size` bytes.
+    def admit(self, model_id: str, seq_id: int, size: int, key: ApiKey | None = None) -> bool:
+        """Count an operation of `size` bytes, sent with this key.
 
         False if it is counted already. Raises BackpressureError if it has to wait.
 
@@ -56,10 +61,24 @@ class QueuedOperations:
                 self._limits[1],
                 "max_queued_session_mib",
             )
+            if key is not None and key.max_parallel is not None:
+                self._check_parallel(key, key.max_parallel)
+        if key is not None:
+            self._tenants[request_id] = key.tenant
+            self._of_tenant[key.tenant] += 1
         self._sizes[request_id] = size
         self._of_session[session_id] += size
         self._of_model[model_id].add(seq_id)
         return True
+
+    def _check_parallel(self, key: ApiKey, most: int) -> None:
+        if self._of_tenant[key.tenant] >= most:
+            reason = (
+                f"{self._of_tenant[key.tenant]} operations of tenant {key.tenant!r} are unfinished, and key "
+                f"{key.name!r} allows {most}; send this one later"
+            )
+            log.info("answered 429: %s", reason)
+            raise BackpressureError(reason)
 
     def _check(self, whose: str, queued: int, size: int, limit: int, setting: str) -> None:
         if queued and queued + size > limit:  # with nothing queued, one operation may be larger than the limit
@@ -75,6 +94,8 @@ class QueuedOperations:
         size, key = self._sizes.pop(request_id, None), ids.parse_request_id(request_id)
         if size is None or key is None:
             return
+        if (tenant := self._tenants.pop(request_id, None)) is not None:
+            self._of_tenant[tenant] -= 1
         model_id, seq_id = key
         session_id = ids.session_of(model_id)
         self._ended[model_id] = max(seq_id, self._ended.get(model_id, -1))
@@ -88,6 +109,8 @@ class QueuedOperations:
     def clear(self) -> None:
         """Forget everything: the engine has ended."""
         self._sizes.clear()
+        self._tenants.clear()
+        self._of_tenant.clear()
         self._of_session.clear()
         self._of_model.clear()
         self._ended.clear()

@@ -6,6 +6,7 @@ error of the request is told as it is.
 """
 
 import logging
+import math
 import os
 import re
 import sys
@@ -33,7 +34,7 @@ from tinsmith.wire.compression import TooLargeError
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-"""Seconds after which to repeat what was answered 429, or 503 for the database.
+"""Seconds after which to repeat what was answered 503 for the database; 429 has its own.
 
 The SDK obeys up to 60; its samples pause 1 or 5 s after 429, whatever this says.
 """
@@ -48,12 +49,17 @@ class GoneError(UserError):
     """Something has ended that the client may start again (HTTP 410)."""
 
 
+class UnauthorizedError(UserError):
+    """The request has no API key that is valid here (HTTP 401)."""
+
+
 class ForbiddenError(UserError):
-    """The URL was not signed by this server, or has expired (HTTP 403)."""
+    """The key does not allow this, or a URL was not signed by this server or has expired (HTTP 403)."""
 
 
 _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
     (GoneError, 410),
+    (UnauthorizedError, 401),
     (ForbiddenError, 403),
     (NotFoundError, 404),
     (TooLargeError, 413),
@@ -123,9 +129,10 @@ def without_paths(text: str, places: Mapping[str, str]) -> str:
 
 async def _reply_to_known(request: Request, error: Exception) -> Response:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    headers = (
-        {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, BackpressureError | StoreUnavailableError) else None
-    )
+    headers = None
+    if isinstance(error, BackpressureError | StoreUnavailableError):
+        wait_s = error.retry_after_s if isinstance(error, BackpressureError) else RETRY_AFTER_S
+        headers = {"Retry-After": str(math.ceil(wait_s))}
     detail = request.app.state.hub.told(str(error), "user" if isinstance(error, UserError) else "server")
     return json_reply({"detail": detail}, status, headers)
 

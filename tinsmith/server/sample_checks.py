@@ -43,8 +43,11 @@ def _header(chunk: ImageChunk, limits: ImagesConfig) -> ImageHeader | UserError:
         return error
 
 
-def check_sample(received: ReceivedSample, facts: ModelFacts, limits: ImagesConfig) -> None:
-    """Raise UserError for what is known to be wrong with a sample of this base model, before its prompt is rendered."""
+def check_sample(received: ReceivedSample, facts: ModelFacts, limits: ImagesConfig) -> int:
+    """The most tokens that a sample of this base model may compute, as far as is known before its prompt is rendered.
+
+    Raises UserError for what is known to be wrong.
+    """
     request, headers = received.request, iter(received.headers)
     length, known, pixels = 0, True, dict[bytes, int]()
     for index, chunk in enumerate(request.prompt):
@@ -63,6 +66,7 @@ def check_sample(received: ReceivedSample, facts: ModelFacts, limits: ImagesConf
     if known:  # else the engine knows the length of the prompt
         request.questions.check(length, facts.vocab_size)
     _check_topk(request, new_tokens, facts)
+    return length + request.num_samples * new_tokens
 
 
 def _check_topk(request: SampleRequest, new_tokens: int, facts: ModelFacts) -> None:

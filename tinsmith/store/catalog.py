@@ -5,11 +5,13 @@ Each function is one transaction.
 
 import json
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import (
+    Column,
     ColumnElement,
     Connection,
     Row,
@@ -51,7 +53,9 @@ _LAST_REQUEST = (
     .limit(1)
     .scalar_subquery()
 )
-_RUNS = select(*MODEL_COLUMNS, func.coalesce(_LAST_REQUEST, models.c.created_at)).join_from(models, sessions)
+_RUNS = select(*MODEL_COLUMNS, sessions.c.tenant, func.coalesce(_LAST_REQUEST, models.c.created_at)).join_from(
+    models, sessions
+)
 _RUN_ORDER = (models.c.created_at.desc(), models.c.model_id)
 _NEWEST = (
     select(
@@ -89,14 +93,20 @@ class Page:
     offset: int
 
 
-def list_runs(store: Store, page: Page, project_id: str | None) -> tuple[list[TrainingRun], int]:
-    """Runs, newest first, and their number; of one project if given."""
-    condition: ColumnElement[bool] = true() if project_id is None else sessions.c.project_id == project_id
+def list_runs(
+    store: Store, page: Page, project_id: str | None, tenant: str | None = None
+) -> tuple[list[TrainingRun], int]:
+    """Runs, newest first, and their number; of one project and one tenant if given."""
+    condition = and_(_of(sessions.c.tenant, tenant), _of(sessions.c.project_id, project_id))
     with store.reading() as connection:
         found = connection.execute(_RUNS.where(condition).order_by(*_RUN_ORDER).limit(page.limit).offset(page.offset))
         runs = _with_checkpoints(connection, found.all())
         count = select(func.count()).select_from(models.join(sessions)).where(condition)
         return runs, connection.execute(count).scalar_one()
+
+
+def _of(column: Column[str], value: str | None) -> ColumnElement[bool]:
+    return true() if value is None else column == value
 
 
 def find_run(store: Store, model_id: str) -> TrainingRun:
@@ -115,19 +125,24 @@ def _with_checkpoints(connection: Connection, found: Sequence[Row[*tuple[Any, ..
     }
     return [
         TrainingRun(
-            Model(*row[:-1]), row[-1], newest.get((row.model_id, "training")), newest.get((row.model_id, "sampler"))
+            Model(*row[:-2]),
+            row[-2],
+            row[-1],
+            newest.get((row.model_id, "training")),
+            newest.get((row.model_id, "sampler")),
         )
         for row in found
     ]
 
 
-def list_checkpoints(store: Store, page: Page) -> tuple[list[Checkpoint], int]:
-    """All checkpoints, newest first, and their number."""
-    now = {"now": time.time()}
+def list_checkpoints(store: Store, page: Page, tenant: str | None = None) -> tuple[list[Checkpoint], int]:
+    """All checkpoints, or those of a tenant, newest first, and their number."""
+    now, own = {"now": time.time()}, _of(checkpoints.c.tenant, tenant)
     with store.reading() as connection:
-        found = connection.execute(_CHECKPOINTS.limit(page.limit).offset(page.offset), now)
-        count = connection.execute(select(func.count()).select_from(checkpoints).where(rows.ALIVE), now).scalar_one()
-        return [Checkpoint(*row) for row in found], count
+        found = connection.execute(_CHECKPOINTS.where(own).limit(page.limit).offset(page.offset), now)
+        count = select(func.count()).select_from(checkpoints).where(rows.ALIVE, own)
+        total = connection.execute(count, now).scalar_one()
+        return [Checkpoint(*row) for row in found], total
 
 
 def list_run_checkpoints(store: Store, model_id: str) -> list[Checkpoint]:
@@ -195,7 +210,15 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
             return path
         expires_at = None if ttl_seconds is None else now + ttl_seconds
         copy = replace(
-            original, tinker_path=path, model_id=model_id, created_at=now, expires_at=expires_at, public=False
+            original,
+            tinker_path=path,
+            model_id=model_id,
+            created_at=now,
+            expires_at=expires_at,
+            public=False,
+            tenant=connection.execute(
+                select(sessions.c.tenant).where(sessions.c.session_id == session_id)
+            ).scalar_one(),
         )
         rows.put(connection, copy, now)
     return path
@@ -254,6 +277,7 @@ class SessionSummary:
     finish_reason: str | None
     """The client's, or why the server ended it; None while it is open."""
     finish_detail: str | None
+    tenant: str
     checkpoints: int
     checkpoint_bytes: int
 
@@ -273,6 +297,25 @@ class SessionFilter:
     """("active", None), or ("client_finished", reasons or None for all). Others match nothing."""
     before: tuple[float, str] | None = None
     """Created_at and session_id of the last session on the previous page."""
+    tenants: Sequence[str] | None = None
+    """Their owners; None for all."""
+
+
+@dataclass(frozen=True)
+class CheckpointEvent:
+    """A save or load of the command log."""
+
+    at: float
+    tenant: str
+    model_id: str
+    seq_id: int
+    kind: str
+    tinker_path: str | None
+    """None if the checkpoint is not there any more."""
+
+    @property
+    def request_id(self) -> str:
+        return ids.request_id(self.model_id, self.seq_id)
 
 
 @dataclass(frozen=True)
@@ -287,13 +330,11 @@ class LoggedOperation:
     finished_at: float | None
 
 
-def list_sessions(store: Store, page: Page) -> list[str]:
-    """Session ids, newest first."""
+def list_sessions(store: Store, page: Page, tenant: str | None = None) -> list[str]:
+    """Session ids, newest first; of one tenant if given."""
+    listed = select(sessions.c.session_id).where(_of(sessions.c.tenant, tenant)).order_by(*_SESSION_ORDER)
     with store.reading() as connection:
-        found = connection.execute(
-            select(sessions.c.session_id).order_by(*_SESSION_ORDER).limit(page.limit).offset(page.offset)
-        )
-        return list(found.scalars())
+        return list(connection.execute(listed.limit(page.limit).offset(page.offset)).scalars())
 
 
 def describe_session(store: Store, session_id: str) -> SessionDetail:
@@ -311,6 +352,16 @@ def describe_session(store: Store, session_id: str) -> SessionDetail:
         return SessionDetail(*row, *[list(connection.execute(part).scalars()) for part in parts])
 
 
+def find_sessions(store: Store, session_ids: Collection[str]) -> dict[str, tuple[str | None, dict[str, Any] | None]]:
+    """Project and metadata of those sessions that are there."""
+    wanted = select(func.json_each(json.dumps([*session_ids])).table_valued("value").c.value)
+    found = select(sessions.c.session_id, sessions.c.project_id, sessions.c.user_metadata).where(
+        sessions.c.session_id.in_(wanted)
+    )
+    with store.reading() as connection:
+        return {row.session_id: (row.project_id, row.user_metadata) for row in connection.execute(found)}
+
+
 def assign_project(store: Store, session_id: str, project_id: str) -> None:
     """Put a session into a project. Raises NotFoundError."""
     with store.writing() as connection:
@@ -320,7 +371,7 @@ def assign_project(store: Store, session_id: str, project_id: str) -> None:
 
 def search_sessions(store: Store, wanted: SessionFilter, limit: int, now: float) -> list[SessionSummary]:
     """Matching sessions, newest first."""
-    columns = [sessions.c[name] for name in list(SessionSummary.__dataclass_fields__)[:8]]
+    columns = [sessions.c[name] for name in list(SessionSummary.__dataclass_fields__)[:9]]
     saved = [func.coalesce(_SAVED.c.number, 0), func.coalesce(_SAVED.c.bytes, 0)]
     found = (
         select(*columns, *saved)
@@ -355,14 +406,15 @@ def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
     conditions += [_has(key, value) for key, value in (wanted.user_metadata or {}).items()]
     if wanted.statuses is not None:
         conditions.append(or_(*[_is(kind, reasons) for kind, reasons in wanted.statuses]))
+    own = true() if wanted.tenants is None else sessions.c.tenant.in_(wanted.tenants)
     if wanted.before is not None:
-        conditions.append(tuple_(sessions.c.created_at, sessions.c.session_id) < _place(*wanted.before))
-    return conditions
+        conditions.append(tuple_(sessions.c.created_at, sessions.c.session_id) < _place(*wanted.before, own))
+    return [*conditions, own]
 
 
-def _place(created_at: float, session_id: str) -> Tuple:
-    """A position in the order of sessions. Clients round created_at to microseconds; this is exact."""
-    exact = select(sessions.c.created_at).where(sessions.c.session_id == session_id).scalar_subquery()
+def _place(created_at: float, session_id: str, own: ColumnElement[bool]) -> Tuple:
+    """A position in the order of sessions. Clients round created_at to microseconds; this is exact, of an own one."""
+    exact = select(sessions.c.created_at).where(sessions.c.session_id == session_id, own).scalar_subquery()
     return tuple_(func.coalesce(exact, created_at), session_id)
 
 
@@ -388,6 +440,45 @@ def session_operations(store: Store, session_id: str) -> list[LoggedOperation]:
     with store.reading() as connection:
         _require_session(connection, session_id)
         return [LoggedOperation(*row) for row in connection.execute(logged)]
+
+
+def stored_by_project(store: Store, tenant: str | None) -> dict[tuple[str, str | None], tuple[int, int]]:
+    """Number and bytes of checkpoints by tenant and project; of one tenant if given. Copies share their bytes."""
+    joined = checkpoints.outerjoin(models, checkpoints.c.model_id == models.c.model_id).outerjoin(sessions)
+    columns = checkpoints.c.tenant, sessions.c.project_id, checkpoints.c.directory, checkpoints.c.size_bytes
+    found = select(*columns).select_from(joined).where(rows.ALIVE, _of(checkpoints.c.tenant, tenant))
+    counts: Counter[tuple[str, str | None]] = Counter()
+    sizes: defaultdict[tuple[str, str | None], dict[str, int]] = defaultdict(dict)
+    with store.reading() as connection:
+        for owner, project, directory, size in connection.execute(found, {"now": time.time()}):
+            counts[owner, project] += 1
+            sizes[owner, project][directory] = size
+    return {key: (count, sum(sizes[key].values())) for key, count in counts.items()}
+
+
+def checkpoint_events(store: Store, start: float, length_s: float, tenant: str | None) -> list[CheckpointEvent]:
+    """Saves and loads that succeeded in `length_s` seconds from `start` on, oldest first; of one tenant if given."""
+    path = (
+        select(checkpoints.c.tinker_path)
+        .where(checkpoints.c.directory == commands.c.resolved["directory"].as_string())
+        .limit(1)
+        .scalar_subquery()
+    )
+    found = (
+        select(commands.c.finished_at, sessions.c.tenant, commands.c.model_id, commands.c.seq_id, commands.c.kind, path)
+        .join_from(commands, models)
+        .join(sessions)
+        .where(
+            commands.c.status.in_(("done", "dropped")),
+            commands.c.finished_at >= start,
+            commands.c.finished_at < start + length_s,
+            commands.c.resolved["directory"].as_string().is_not(None),
+            _of(sessions.c.tenant, tenant),
+        )
+        .order_by(commands.c.finished_at)
+    )
+    with store.reading() as connection:
+        return [CheckpointEvent(*row) for row in connection.execute(found)]
 
 
 def _require_session(connection: Connection, session_id: str) -> None:

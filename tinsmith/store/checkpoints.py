@@ -25,6 +25,9 @@ ALIVE = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > bindp
 """Condition for rows that have not expired by `now`."""
 
 _FIND = select(*COLUMNS).where(checkpoints.c.tinker_path == bindparam("key"), ALIVE)
+_PUBLIC = select(checkpoints.c.tinker_path).where(
+    checkpoints.c.tinker_path == bindparam("key"), checkpoints.c.public, ALIVE
+)
 _SAVED_FOR: dict[CheckpointKind, str] = {
     "training": "for training",
     "sampler": "for sampling",
@@ -58,6 +61,10 @@ class CheckpointStore(Transactions):
         """The living checkpoint of this path."""
         with self.reading() as connection:
             return find(connection, tinker_path, time.time())
+
+    def is_public(self, tinker_path: str) -> bool:
+        """Whether there is such a checkpoint for all tenants to read."""
+        return self._first(_PUBLIC, key=tinker_path, now=time.time()) is not None
 
     def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
         """The checkpoint of this path.

@@ -5,6 +5,7 @@ Payload and images are dropped with the outcome, or kept up to a limit: `kept_by
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,10 @@ from sqlalchemy import (
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.store import ids
+from tinsmith.store import ids, usage
 from tinsmith.store.database import Transactions
 from tinsmith.store.disk import oldest_beyond
-from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome
+from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome, Used
 from tinsmith.store.schema import command_images, commands, models, sampling_sessions, sessions
 from tinsmith.store.sessions import (
     end_creation,
@@ -263,6 +264,7 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
     kept = 0
     digests: list[bytes] = []
     applied: dict[str, int] = {}
+    used: defaultdict[str, Used] = defaultdict(Used)
     for outcome in outcomes:
         key = ids.parse_request_id(outcome.request_id)
         if key is None:
@@ -273,6 +275,8 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
         ).first()
         if finished is None:
             continue
+        if outcome.tokens or outcome.gpu_seconds:
+            used[model_id] = used[model_id].plus(Used(trained_tokens=outcome.tokens, gpu_seconds=outcome.gpu_seconds))
         if outcome.error is None:
             applied[model_id] = max(seq_id, applied.get(model_id, 0))
         if seq_id == 0:  # create_model, or load_weights into a new model
@@ -283,6 +287,7 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
             digests += _drop_references(connection, finished.id)
     for model_id, seq_id in applied.items():
         connection.execute(_APPLY, {"model": model_id, "seq": seq_id})
+    usage.add_of_models(connection, now, used)
     return Released(kept, digests)
 
 
@@ -297,6 +302,8 @@ def _finished(outcome: Outcome, model_id: str, seq_id: int, now: float) -> dict[
         "error": outcome.error,
         "category": outcome.category,
         "resolved": outcome.resolved,
+        "tokens": outcome.tokens,
+        "gpu_seconds": outcome.gpu_seconds,
     }
 
 

@@ -116,7 +116,9 @@ class Transactions:
     def writing(self) -> AbstractContextManager[Connection]:
         return self._write.begin()
 
-    def _first(self, statement: Select[*tuple[Any, ...]], **values: Any) -> Row[*tuple[Any, ...]] | None:
+    def _first(
+        self, statement: Select[*tuple[Any, ...]] | CompoundSelect[*tuple[Any, ...]], **values: Any
+    ) -> Row[*tuple[Any, ...]] | None:
         with self.reading() as connection:
             return connection.execute(statement, values).first()
 

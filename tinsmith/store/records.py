@@ -28,6 +28,9 @@ CommandKind = Literal[
 REJECTED: Literal["rejected"] = "rejected"
 """An operation refused when it came in. It keeps its place in the sequence; its payload is its error."""
 
+LOCAL = "local"
+"""The tenant of all that came without an API key, or before there were any."""
+
 SESSION_END = "session-end"
 """Name of the checkpoint of a model that the server unloads."""
 
@@ -47,6 +50,76 @@ class Session:
     created_at: float
     """Unix time, as all times here."""
     finished_at: float | None
+
+
+Role = Literal["admin", "member", "read-only"]
+"""A read-only key looks and downloads; a member works; an admin works, and sees and manages what all tenants have."""
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A key of a tenant. Limits hold for all that its tenant uses; None is no limit."""
+
+    name: str
+    key_id: str
+    """The part of the key that is no secret."""
+    digest: bytes
+    """SHA-256 of the whole key: it has 256 random bits, so nothing slower is needed."""
+    tenant: str
+    role: Role
+    project_id: str | None = None
+    """The project of sessions that name none."""
+    models: list[str] | None = None
+    """Base models that it may use."""
+    max_models: int | None = None
+    """Models in training at a time."""
+    max_parallel: int | None = None
+    """Unfinished sequences of samples, and as many unfinished training operations."""
+    tokens_a_day: int | None = None
+    """Trained, prefilled and sampled tokens together."""
+    gpu_seconds_a_day: float | None = None
+    storage_bytes: int | None = None
+    created_at: float = 0.0
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Used:
+    """Quantities that are metered, of anything: a sample, or a tenant's hour."""
+
+    trained_tokens: int = 0
+    """Tokens of forward and backward passes."""
+    prefilled_tokens: int = 0
+    """Tokens of prompts that were computed."""
+    cached_tokens: int = 0
+    """Tokens of prompts that were not: another one had the same beginning."""
+    sampled_tokens: int = 0
+    gpu_seconds: float = 0.0
+    """Seconds of devices for passes and for sampling."""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that count against a budget: all that were computed."""
+        return self.trained_tokens + self.prefilled_tokens + self.sampled_tokens
+
+    def plus(self, more: "Used") -> "Used":
+        return Used(*(mine + yours for mine, yours in zip(vars(self).values(), vars(more).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class UsedBy:
+    """What was used in an hour."""
+
+    hour: int
+    """Unix time of its beginning."""
+    tenant: str
+    base_model: str
+    session_id: str
+    """Empty for storage."""
+    used: Used
+    stored_bytes: int = 0
+    """The most at a time in this hour."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +187,9 @@ class Checkpoint:
     created_at: float
     expires_at: float | None
     public: bool = False
-    """Gives nobody access: the server has a single user."""
+    """Whether other tenants may read it."""
+    tenant: str = LOCAL
+    """Its owner."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +197,7 @@ class TrainingRun:
     """A model, in training or ended, as the API lists it."""
 
     model: Model
+    tenant: str
     last_request_at: float
     last_training: Checkpoint | None
     last_sampler: Checkpoint | None
@@ -181,6 +257,10 @@ class Outcome:
 
     The directory of a checkpoint; for create_model the seed and the base model's fingerprint.
     """
+    tokens: int = 0
+    """Tokens of its passes, if it has succeeded."""
+    gpu_seconds: float = 0.0
+    """Seconds of devices for passes of its model, as far as they were known and no other operation has them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,9 @@ from sqlalchemy import (
     text,
 )
 
-REVISION = "5"
+from tinsmith.store.records import LOCAL
+
+REVISION = "6"
 """The newest Alembic revision, a number: an unknown one can be told to be newer."""
 BASELINE = "5"
 """The oldest revision to migrate from; older ones were never released."""
@@ -46,6 +48,7 @@ sessions = Table(
     Column("finished_at", Float),
     Column("finish_reason", Text),
     Column("finish_detail", Text),
+    Column("tenant", Text, nullable=False, server_default=LOCAL, index=True),
 )
 
 models = Table(
@@ -96,6 +99,8 @@ commands = Table(
     Column("category", Text),
     Column("resolved", JSON(none_as_null=True)),
     Column("kept_bytes", Integer),
+    Column("tokens", Integer),
+    Column("gpu_seconds", Float),
     UniqueConstraint("model_id", "seq_id"),
     Index("ix_commands_done", "finished_at", sqlite_where=text("status = 'done'")),
     Index("ix_commands_queued", "model_id", "seq_id", sqlite_where=text("status = 'queued'")),
@@ -130,6 +135,7 @@ checkpoints = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, index=True),
     Column("public", Boolean, nullable=False, server_default=false()),
+    Column("tenant", Text, nullable=False, server_default=LOCAL, index=True),
 )
 
 # Directories of checkpoint files that a save has begun to write and no row names yet.
@@ -146,4 +152,41 @@ discarded_directories = Table(
     metadata,
     Column("directory", Text, primary_key=True),
     Column("discarded_at", Float, nullable=False),
+)
+
+# API keys, of which only digests are kept. A revoked key keeps its row: a server that ever had keys goes on asking.
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("key_id", Text, nullable=False, unique=True),
+    Column("digest", LargeBinary, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("role", Text, nullable=False),
+    Column("project_id", Text),
+    Column("models", JSON(none_as_null=True)),
+    Column("max_models", Integer),
+    Column("max_parallel", Integer),
+    Column("tokens_a_day", Integer),
+    Column("gpu_seconds_a_day", Float),
+    Column("storage_bytes", Integer),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+)
+
+# Sums of an hour, which begins at a multiple of 3,600 s. Storage belongs to no session: there it is empty.
+usage = Table(
+    "usage",
+    metadata,
+    Column("hour", Integer, primary_key=True),
+    Column("tenant", Text, primary_key=True),
+    Column("base_model", Text, primary_key=True),
+    Column("session_id", Text, primary_key=True),
+    Column("trained_tokens", Integer, nullable=False, server_default="0"),
+    Column("prefilled_tokens", Integer, nullable=False, server_default="0"),
+    Column("cached_tokens", Integer, nullable=False, server_default="0"),
+    Column("sampled_tokens", Integer, nullable=False, server_default="0"),
+    Column("gpu_seconds", Float, nullable=False, server_default="0"),
+    Column("stored_bytes", Integer, nullable=False, server_default="0"),
 )

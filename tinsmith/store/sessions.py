@@ -13,22 +13,47 @@ checkpoints stays as their run, and with it its last operation, whose time says 
 import time
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, exists, func, or_, select, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Text,
+    bindparam,
+    delete,
+    exists,
+    func,
+    or_,
+    select,
+    union_all,
+    update,
+)
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError
+from tinsmith.store import ids
 from tinsmith.store.checkpoints import ALIVE
 from tinsmith.store.database import Transactions
-from tinsmith.store.records import CLIENT_REASONS, Category, Model, SamplingSession, Session
+from tinsmith.store.records import CLIENT_REASONS, LOCAL, Category, Model, SamplingSession, Session
 from tinsmith.store.schema import checkpoints, command_images, commands, models, sampling_sessions, sessions
 
 MODEL_COLUMNS = [models.c[name] for name in Model.__dataclass_fields__]
 MOST_COMMANDS = 10_000
 """Most operations that one transaction deletes."""
 
+
+def is_of(owner: Column[str]) -> ColumnElement[bool]:
+    """Condition for rows of the tenant `tenant`, a parameter; None stands for all."""
+    return or_(owner == bindparam("tenant"), bindparam("tenant", type_=Text).is_(None))
+
+
 _SESSION = select(*[sessions.c[name] for name in Session.__dataclass_fields__]).where(
     sessions.c.session_id == bindparam("key")
 )
+_TENANT = select(sessions.c.tenant).where(sessions.c.session_id == bindparam("key"))
+_OWNS = union_all(
+    select(sessions.c.session_id).where(sessions.c.session_id == bindparam("session"), is_of(sessions.c.tenant)),
+    select(checkpoints.c.model_id).where(checkpoints.c.model_id == bindparam("own"), is_of(checkpoints.c.tenant)),
+).limit(1)
 _MODEL = select(*MODEL_COLUMNS).where(models.c.model_id == bindparam("key"))
 _SAMPLING = select(*[sampling_sessions.c[name] for name in SamplingSession.__dataclass_fields__]).where(
     sampling_sessions.c.sampling_session_id == bindparam("key")
@@ -87,17 +112,31 @@ _FORGET = (
 class SessionStore(Transactions):
     """Sessions, models and sampling sessions. Each method is one transaction."""
 
-    def create_session(self, session_id: str, description: dict[str, Any]) -> None:
+    def create_session(self, session_id: str, description: dict[str, Any], tenant: str = LOCAL) -> None:
         """Add a session, with tags, user_metadata, sdk_version, project_id and display_name."""
         now = time.time()
         with self.writing() as connection:
             connection.execute(
-                sessions.insert(), {"session_id": session_id, "created_at": now, "last_seen_at": now} | description
+                sessions.insert(),
+                {"session_id": session_id, "created_at": now, "last_seen_at": now, "tenant": tenant} | description,
             )
 
     def session(self, session_id: str) -> Session | None:
         row = self._first(_SESSION, key=session_id)
         return None if row is None else Session(*row)
+
+    def tenant_of(self, session_id: str) -> str:
+        """The owner of a session; that of all unknown ones is `local`."""
+        row = self._first(_TENANT, key=session_id)
+        return LOCAL if row is None else str(row.tenant)
+
+    def owns(self, owned_id: str, tenant: str | None) -> bool:
+        """Whether a session, a model, a sampling session or the checkpoints of a run are there and a tenant's.
+
+        None stands for all tenants.
+        """
+        key = {"own": owned_id, "session": ids.session_of(owned_id) or owned_id, "tenant": tenant}
+        return self._first(_OWNS, **key) is not None
 
     def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
         """End a session with its sampling sessions, and its models if its client ends it.
@@ -130,6 +169,12 @@ class SessionStore(Transactions):
     def model(self, model_id: str) -> Model | None:
         row = self._first(_MODEL, key=model_id)
         return None if row is None else Model(*row)
+
+    def living_models(self, tenant: str) -> list[str]:
+        """The models of a tenant that are in training, or being made."""
+        return self._column(
+            select(models.c.model_id).join_from(models, sessions).where(_LIVING, sessions.c.tenant == tenant)
+        )
 
     def unload_model(self, model_id: str) -> None:
         """Note that a model was saved and removed from the engine."""

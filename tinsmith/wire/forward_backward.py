@@ -93,6 +93,8 @@ class ReceivedRequest:
     digest: bytes
     refused: str | None = None
     """The limit that it exceeds, if it does. Nothing is stored of it then."""
+    tokens: int = 0
+    """The most tokens that its texts have."""
 
 
 def receive(body: bytes, limits: RequestsConfig, longest: int | None = None) -> ReceivedRequest:
@@ -106,7 +108,7 @@ def receive(body: bytes, limits: RequestsConfig, longest: int | None = None) -> 
     except LimitError as error:
         return ReceivedRequest(error.key, StoredRequest(b"", [], {}), digest, refused=str(error))
     stored = move_images_out(parse(body)) if inspection.counts["images"] else StoredRequest(packed(body), [], {})
-    return ReceivedRequest(inspection.key, stored, digest)
+    return ReceivedRequest(inspection.key, stored, digest, tokens=inspection.counts["tokens"])
 
 
 def parse(body: bytes) -> tinker_pb2.ForwardBackwardRequest:

@@ -93,6 +93,7 @@ class Inspection:
                 self._count("images", self.limits.max_images, "max_images")
             elif number == _TEXT:
                 tokens += max(0, last - first - _TEXT_BYTES) // _TOKEN_BYTES
+                self.counts["tokens"] += (last - first) // _TOKEN_BYTES  # at most
         return tokens
 
     def _count(self, things: str, limit: int, setting: str) -> None:

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -38,6 +39,25 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Id = Annotated[str, Field(max_length=MAX_ID)]
 """An id of a session, a model or a request."""
+Named = Literal[
+    "session",
+    "living session",
+    "model",
+    "run",
+    "sampling session",
+    "request",
+    "checkpoint",
+    "readable checkpoint",
+]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Marks a field as the id of something that must be the client's own, or readable by all."""
+
+    kind: Named
+
+
 SeqId = Annotated[int, Field(ge=1, le=MAX_SEQ_ID)]
 Metadata = Annotated[dict[str, Any], AfterValidator(_check_finite)]
 """A client's JSON object, stored as it is."""

@@ -1,10 +1,20 @@
 """Requests about sessions, futures, runs and checkpoints: JSON bodies and query strings."""
 
+from datetime import UTC, date, datetime, time
 from typing import Annotated, Literal, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, FailFast, Field, model_validator
 
-from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, Metadata, StrictModel, TolerantModel, parse_json
+from tinsmith.wire.json_body import (
+    CountFromZero,
+    FiniteFloat,
+    Id,
+    Metadata,
+    Names,
+    StrictModel,
+    TolerantModel,
+    parse_json,
+)
 from tinsmith.wire.training_requests import TtlSeconds
 
 MOST_ACKNOWLEDGED = 2**16
@@ -24,7 +34,7 @@ class CreateSessionRequest(TolerantModel):
 class SessionHeartbeatRequest(TolerantModel):
     """POST session_heartbeat."""
 
-    session_id: Id
+    session_id: Annotated[Id, Names("living session")]
 
 
 class FinishReason(TolerantModel):
@@ -43,21 +53,21 @@ class FinishSessionRequest(TolerantModel):
 class RetrieveFutureRequest(StrictModel):
     """POST retrieve_future. `allow_metadata_only` permits, but does not ask for, a reply without the payload."""
 
-    request_id: Id
+    request_id: Annotated[Id, Names("request")]
     allow_metadata_only: bool = False
 
 
 class CancelFutureRequest(StrictModel):
     """POST cancel_future."""
 
-    request_id: Id
+    request_id: Annotated[Id, Names("request")]
 
 
 class SamplesOfClient(StrictModel):
     """The client that retrieve_futures is about."""
 
     type: Literal["sampling_session"] = "sampling_session"
-    sampling_session_id: Id
+    sampling_session_id: Annotated[Id, Names("sampling session")]
     cloned_sampler_id: CountFromZero = 0
     """Its number within the sampling session; 0 created it."""
 
@@ -90,17 +100,17 @@ def parse_poll(body: bytes) -> RetrieveFuturesRequest:
 class JoinSamplingSessionRequest(StrictModel):
     """POST join_sampling_session."""
 
-    sampling_session_id: Id
+    sampling_session_id: Annotated[Id, Names("sampling session")]
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 class CreateSamplingSessionRequest(StrictModel):
     """POST create_sampling_session, of a base model or a checkpoint; `base_model` may replace the checkpoint's."""
 
-    session_id: Id
+    session_id: Annotated[Id, Names("session")]
     sampling_session_seq_id: CountFromZero
     base_model: str | None = None
-    model_path: str | None = None
+    model_path: Annotated[str | None, Names("readable checkpoint")] = None
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
     @model_validator(mode="after")
@@ -123,7 +133,7 @@ class Query(BaseModel):
 
 
 class ScopeQuery(Query):
-    """Whose objects to list. There is one owner, so both scopes mean the same."""
+    """Whose objects to list: the tenant's own, or all that the key may use."""
 
     access_scope: Literal["owned", "accessible"] = "owned"
 
@@ -148,6 +158,31 @@ class CheckpointsQuery(Query):
     offset: CountFromZero = 0
 
 
+class UsageQuery(Query):
+    """GET billing/usage/events."""
+
+    starting_on: AwareDatetime
+    ending_before: AwareDatetime
+
+
+class StorageQuery(Query):
+    """GET billing/usage/checkpoints/current."""
+
+    project_id: str | None = None
+
+
+class AuditQuery(Query):
+    """GET audit, of a day in UTC, by default today."""
+
+    event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all"
+    day: date = Field(default_factory=lambda: datetime.now(UTC).date())
+
+    @property
+    def start(self) -> float:
+        """The day's beginning as Unix time."""
+        return datetime.combine(self.day, time(), UTC).timestamp()
+
+
 class DownloadQuery(Query):
     """The parameters that make a download URL valid."""
 
@@ -164,14 +199,14 @@ class TtlRequest(StrictModel):
 class WeightsInfoRequest(StrictModel):
     """POST weights_info."""
 
-    tinker_path: str
+    tinker_path: Annotated[str, Names("readable checkpoint")]
 
 
 class CopyWeightsRequest(StrictModel):
     """POST copy_weights: into a run of a session, or a new session of a project."""
 
-    source_path: str
-    session_id: Id | None = None
+    source_path: Annotated[str, Names("readable checkpoint")]
+    session_id: Annotated[Id | None, Names("session")] = None
     model_seq_id: CountFromZero | None = None
     destination_project_id: _Text | None = None
     ttl_seconds: TtlSeconds | None = None

@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, Field, field_validator, model_validator
 
 from tinsmith.errors import NotBuiltError
-from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, Metadata, SeqId, StrictModel, TolerantModel
+from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, Metadata, Names, SeqId, StrictModel, TolerantModel
 from tinsmith.wire.paths import check_name
 
+SessionId = Annotated[Id, Names("session")]
+ModelId = Annotated[Id, Names("model")]
 CheckpointName = Annotated[str, AfterValidator(check_name)]
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
 """One hour to ten years."""
@@ -49,7 +51,7 @@ class OptimizerConfig(StrictModel):
 class CreateModelRequest(StrictModel):
     """POST create_model. No LoRA configuration means rank 0."""
 
-    session_id: Id
+    session_id: SessionId
     model_seq_id: CountFromZero
     base_model: str
     user_metadata: Metadata | None = None
@@ -66,21 +68,21 @@ class CreateModelRequest(StrictModel):
 class GetInfoRequest(StrictModel):
     """POST get_info."""
 
-    model_id: Id
+    model_id: ModelId
     type: Literal["get_info"] = "get_info"
 
 
 class OperationKey(TolerantModel):
     """Fields of every training operation. They suffice to append it to the log, even if the rest is wrong."""
 
-    model_id: Id
+    model_id: ModelId
     seq_id: SeqId
 
 
 class Operation(StrictModel):
     """An operation at its place in the sequence of a model."""
 
-    model_id: Id
+    model_id: ModelId
     seq_id: SeqId
 
 
@@ -156,21 +158,21 @@ class SaveWeightsExternalRequest(Operation):
 class LoadWeightsRequest(Operation):
     """POST load_weights into a model just created."""
 
-    path: str
+    path: Annotated[str, Names("readable checkpoint")]
     optimizer: bool
     """Whether to load the optimizer's state too."""
     optimizer_config: None = None
     weights_access_token: None = None
-    """Refused: this server has no accounts."""
+    """Refused: no account of another server is asked."""
     type: Literal["load_weights"] = "load_weights"
 
 
 class CreateFromCheckpointRequest(StrictModel):
     """POST load_weights as the first request of a new model, with the checkpoint's LoRA configuration."""
 
-    session_id: Id
+    session_id: SessionId
     model_seq_id: CountFromZero
-    path: str
+    path: Annotated[str, Names("readable checkpoint")]
     optimizer: bool
     base_model: str | None = None
     """A base of the same architecture and sizes; None for the checkpoint's."""
@@ -191,7 +193,7 @@ class CreateFromCheckpointRequest(StrictModel):
 class LoadWeightsAddress(TolerantModel):
     """The target of load_weights: a model that exists, or, without `model_id`, a new one."""
 
-    model_id: Id | None = None
+    model_id: Annotated[Id | None, Names("model")] = None
 
 
 OPERATIONS: dict[str, type[BaseModel]] = {

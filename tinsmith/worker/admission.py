@@ -43,6 +43,8 @@ class Started:
     wants_routes: bool = False
     """Whether the reply has the experts that computed the tokens."""
     questions: PromptQuestions = field(default_factory=PromptQuestions)
+    gpu_seconds: float = 0.0
+    """Its part of the seconds of its sampler's steps."""
 
 
 @dataclass(eq=False)
@@ -57,6 +59,8 @@ class SamplingBase:
     """Running samples by `Sample.name`."""
     sessions: Counter[str] = field(default_factory=Counter)
     """Number of running samples by session."""
+    tenants: Counter[str] = field(default_factory=Counter)
+    """Number of running sequences by tenant."""
     decoding: Counter[str] = field(default_factory=Counter)
     """Running sequences whose images are being decoded, by session."""
     on_the_way: int = 0
@@ -71,13 +75,16 @@ class SamplingBase:
     def next(self, has_room: Callable[[str], bool]) -> Sample | None:
         """Return the next sample, in turn, of a session that `has_room`, or None.
 
+        The tenant with the fewest running sequences goes first: each sequence has an equal part of a step's seconds, so
+        that tenants get equal parts of a device, however many sessions they have.
+
         Beyond what the sampler wants, each session may still have one. What is being decoded takes room from its own
         session only, since pixel values are large.
         """
         if not self.waiting:
             return None
         room = self.sampler.room - self.on_the_way + self.decoding.total()
-        for session in self.waiting.sessions:
+        for session in sorted(self.waiting.sessions, key=lambda name: self.tenants[self.waiting.first(name).tenant]):
             if has_room(session) and (room > self.decoding[session] * len(self.decoding) or not self.sessions[session]):
                 return self.waiting.first(session)
         return None
@@ -87,6 +94,7 @@ class SamplingBase:
         self.waiting.take(message.session_id, message)
         self.started[message.name] = Started(replace(message, payload=b""), now)
         self.sessions[message.session_id] += 1
+        self.tenants[message.tenant] += message.num_samples
         self.on_the_way += message.num_samples
 
     def decode(self, message: Sample) -> None:
@@ -107,6 +115,7 @@ class SamplingBase:
             self.on_the_way -= started.message.num_samples
         self.decoded(started)
         take_from(self.sessions, started.message.session_id, 1)
+        take_from(self.tenants, started.message.tenant, started.message.num_samples)
         return started
 
     def cancel(self, gone: Callable[[Sample], bool]) -> list[Sample]:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFa
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.store import ids
-from tinsmith.store.records import RecordedSequence, SequenceRoutes
+from tinsmith.store.records import RecordedSequence, SequenceRoutes, Used
 from tinsmith.wire.paths import is_path, parse_path
 from tinsmith.wire.sample import encode_sample_response
 from tinsmith.worker.admission import SampleAdmission, SamplingBase, Started
@@ -63,7 +63,7 @@ class SampleResults:
             if started.is_recorded or result.routes:
                 self._record(message, result, started)
             else:
-                self.send(_done(message, result))
+                self.send(_done(started, result))
             tokens = sum(len(sequence.tokens) for sequence in result.sequences)
             self.sampled_tokens += tokens
             self.finished += 1
@@ -87,7 +87,7 @@ class SampleResults:
             run = training_run(message.weights_id)
             if self.put_routes and run and kept:
                 self.put_routes(run, kept)
-            return _done(message, result, routes if started.wants_routes else ())
+            return _done(started, result, routes if started.wants_routes else ())
 
         def answer(ended: "Future[SampleDone]") -> None:
             with failing_into(partial(self.fail, message)):
@@ -111,10 +111,17 @@ def _sequences(message: Sample, result: SampleResult) -> dict[str, RecordedSeque
     }
 
 
-def _done(message: Sample, result: SampleResult, routes: Sequence[SequenceRoutes | None] = ()) -> SampleDone:
+def _done(started: Started, result: SampleResult, routes: Sequence[SequenceRoutes | None] = ()) -> SampleDone:
+    message = started.message
+    used = Used(
+        prefilled_tokens=result.prompt_tokens - result.cached_tokens,
+        cached_tokens=result.cached_tokens,
+        sampled_tokens=sum(len(sequence.tokens) for sequence in result.sequences),
+        gpu_seconds=started.gpu_seconds,
+    )
     experts = [None if each is None else each.experts for each in routes]
     response = encode_sample_response(result.sequences, result.answers, result.cached_tokens, experts)
-    return SampleDone(message.request_id, message.run, response)
+    return SampleDone(message.request_id, message.run, response, asdict(used))
 
 
 def training_run(weights_id: str | None) -> str | None:
@@ -206,12 +213,17 @@ class Samples:
     def _take(self, base: SamplingBase) -> None:
         """Let a sampler do a step, and answer at once what comes amid it; an error of answering is raised after it."""
         failures: list[TinsmithError] = []
+        running, began = [each for each in base.started.values() if each.in_sampler], time.monotonic()
 
         def deliver(events: Sequence[SampleEvent]) -> None:
             with failing_into(failures.append):
                 self._answer(base, events)
 
-        deliver(base.sampler.step(deliver))
+        last = base.sampler.step(deliver)
+        seconds, sequences = time.monotonic() - began, sum(each.message.num_samples for each in running)
+        for each in running:
+            each.gpu_seconds += seconds * each.message.num_samples / sequences
+        deliver(last)
         if failures:
             raise failures[0]
 

@@ -5,10 +5,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.server.body import read_json
+from tinsmith.server.access import caller_of, read_json
 from tinsmith.server.descriptions import (
     NO_PROJECT,
-    OWNER,
     as_texts,
     describe_checkpoint,
     describe_run,
@@ -17,12 +16,14 @@ from tinsmith.server.descriptions import (
 )
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
+from tinsmith.server.tenants import Caller
 from tinsmith.store import catalog
 from tinsmith.store.records import TrainingRun
 from tinsmith.wire.json_body import parse_query
 from tinsmith.wire.service_requests import (
     AssignProjectRequest,
     CheckpointsQuery,
+    OwnerWanted,
     Query,
     RunsQuery,
     ScopeQuery,
@@ -39,7 +40,8 @@ async def list_runs(request: Request) -> Response:
     hub = hub_of(request)
     asked = parse_query(RunsQuery, request.query_params)
     page = catalog.Page(asked.limit, asked.offset)
-    runs, total = await hub.store.read(catalog.list_runs, page, asked.project_id)
+    tenant = _tenant(request, asked)
+    runs, total = await hub.store.read(catalog.list_runs, page, asked.project_id, tenant)
     return json_reply({"training_runs": [_describe(hub, run) for run in runs], "cursor": _cursor(page, total)})
 
 
@@ -61,10 +63,10 @@ async def list_run_checkpoints(request: Request, run_id: str) -> Response:
 
 @router.get("/checkpoints")
 async def list_checkpoints(request: Request) -> Response:
-    """A page of the checkpoints of all runs, newest first."""
+    """A page of the checkpoints of all own runs, newest first."""
     asked = parse_query(CheckpointsQuery, request.query_params)
     page = catalog.Page(asked.limit, asked.offset)
-    found, total = await hub_of(request).store.read(catalog.list_checkpoints, page)
+    found, total = await hub_of(request).store.read(catalog.list_checkpoints, page, caller_of(request).tenant)
     return json_reply(
         {"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found], "cursor": _cursor(page, total)}
     )
@@ -82,9 +84,15 @@ def _cursor(page: catalog.Page, total: int) -> dict[str, int]:
 async def list_sessions(request: Request) -> Response:
     """A page of session ids, newest first."""
     asked = parse_query(SessionsQuery, request.query_params)
-    return json_reply(
-        {"sessions": await hub_of(request).store.read(catalog.list_sessions, catalog.Page(asked.limit, asked.offset))}
-    )
+    page = catalog.Page(asked.limit, asked.offset)
+    found = await hub_of(request).store.read(catalog.list_sessions, page, _tenant(request, asked))
+    return json_reply({"sessions": found})
+
+
+def _tenant(request: Request, asked: ScopeQuery) -> str | None:
+    """The tenant whose things to list; None for all."""
+    caller = caller_of(request)
+    return caller.tenant if asked.access_scope == "owned" else caller.sees
 
 
 @router.get("/sessions/{session_id}")
@@ -114,10 +122,10 @@ async def assign_project(request: Request, session_id: str) -> Response:
 async def search_sessions(request: Request) -> Response:
     """A page of the sessions that match, newest first."""
     asked = await read_json(request, SearchSessionsRequest)
-    if OWNER not in (asked.owner.owner_urns or [OWNER]):
-        return json_reply({"sessions": []})
     # One more than asked for shows whether there is another page.
-    found = await hub_of(request).store.read(catalog.search_sessions, _filter(asked), asked.limit + 1, time.time())
+    found = await hub_of(request).store.read(
+        catalog.search_sessions, _filter(asked, caller_of(request)), asked.limit + 1, time.time()
+    )
     page = found[: asked.limit]
     reply = {"sessions": [describe_session(session) for session in page]}
     if len(found) > len(page):
@@ -128,7 +136,7 @@ async def search_sessions(request: Request) -> Response:
     return json_reply(reply)
 
 
-def _filter(asked: SearchSessionsRequest) -> catalog.SessionFilter:
+def _filter(asked: SearchSessionsRequest, caller: Caller) -> catalog.SessionFilter:
     projects = (
         None
         if asked.project_ids is None
@@ -142,4 +150,14 @@ def _filter(asked: SearchSessionsRequest) -> catalog.SessionFilter:
         user_metadata=asked.user_metadata,
         statuses=None if asked.statuses is None else [(status.type, status.reasons) for status in asked.statuses],
         before=None if cursor is None else (cursor.last_created_at.timestamp(), cursor.last_session_id),
+        tenants=_owners(asked.owner, caller),
     )
+
+
+def _owners(wanted: OwnerWanted, caller: Caller) -> list[str] | None:
+    """The tenants whose sessions to search; None for all."""
+    if wanted.type == "own":
+        return [caller.tenant]
+    if wanted.owner_urns is None:
+        return None if caller.sees is None else [caller.sees]
+    return [owner for owner in wanted.owner_urns if caller.sees in (None, owner)]

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import UserError
 from tinsmith.protocol.serving import ForgetCheckpoint
-from tinsmith.server.body import read_json
+from tinsmith.server.access import caller_of, read_json, require_storage
 from tinsmith.server.descriptions import describe_weights
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
@@ -75,6 +75,7 @@ async def copy_weights(request: Request) -> Response:
     asked = await read_json(request, CopyWeightsRequest)
     if request.headers.get("x-tinker-weights-access-token"):
         raise UserError("weights_access_token names another account, and this server has none; leave it out")
+    await require_storage(request)
     session_id, model_seq_id = asked.session_id, asked.model_seq_id
     if session_id is None or model_seq_id is None:
         session_id, model_seq_id = await _session_for_copy(hub, request, asked), 0
@@ -90,10 +91,10 @@ async def _session_for_copy(hub: Hub, request: Request, asked: CopyWeightsReques
     A retry has the same key and gets the same session.
     """
     await hub.store.read(Store.require_checkpoint, asked.source_path)
-    key = request.headers.get("x-idempotency-key") or uuid.uuid4().hex
-    session_id = str(uuid.uuid5(_COPIES, f"{key}\n{asked.destination_project_id}\n{asked.source_path}"))
+    key, tenant = request.headers.get("x-idempotency-key") or uuid.uuid4().hex, caller_of(request).tenant
+    session_id = str(uuid.uuid5(_COPIES, f"{key}\n{tenant}\n{asked.destination_project_id}\n{asked.source_path}"))
     if await hub.store.read(Store.session, session_id) is None:
         description = CreateSessionRequest(project_id=asked.destination_project_id).model_dump()
-        await hub.store.write(Store.create_session, session_id, description)
+        await hub.store.write(Store.create_session, session_id, description, tenant)
         await hub.store.write(Store.finish_session, session_id, "success", "holds a copy")
     return session_id

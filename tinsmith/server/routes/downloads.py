@@ -60,8 +60,11 @@ async def download(request: Request, run_id: str, name: str, file: str) -> Respo
     """One file, or the part of it that the Range header asks for."""
     hub = hub_of(request)
     asked = parse_query(DownloadQuery, request.query_params)
-    checkpoint = await _external(hub, path_of(run_id, "external_weights", name))
-    hub.signer.check(asked.signature, asked.expires, checkpoint.directory, file)
+    path = path_of(run_id, "external_weights", name)
+    found = await hub.store.read(Store.checkpoint, path)
+    # One that does not exist is told to nobody without a signature
+    hub.signer.check(asked.signature, asked.expires, "" if found is None else found.directory, file)
+    checkpoint = await _external(hub, path)
     sizes = await _sizes(hub, checkpoint)
     if file not in sizes:
         raise NotFoundError(f"{checkpoint.tinker_path} has no file {file!r}")

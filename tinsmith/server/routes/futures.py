@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import NotFoundError, StoreUnavailableError, reported
 from tinsmith.protocol.serving import CancelSample, SampleDone, SampleFailed
-from tinsmith.server.body import read_json
+from tinsmith.server.access import owned, read_json
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import GoneError, failed_reply, json_reply, protobuf_reply
 from tinsmith.store import ids
@@ -48,6 +48,7 @@ async def retrieve_futures(request: Request) -> Response:
     """The samples of a client that have ended since it last asked, after up to `long_poll_s`. It then fetches each."""
     hub = hub_of(request)
     asked = await hub.bodies.read_parsed(request, _MAX_POLL_BYTES, None, "application/json", parse_poll)
+    await owned(request, asked)
     client = asked.target.sampling_session_id, asked.target.cloned_sampler_id
     hub.lifetimes.saw(client[0])
     await hub.sampling_sessions.find(client[0])
@@ -79,6 +80,7 @@ async def _forget(hub: Hub, request_id: str) -> None:
     """Forget a sample that its client no longer needs; cancel it if it runs."""
     sample = hub.samples.remove(request_id)
     if sample is not None and sample.outcome is None:
+        hub.budgets.release(request_id)
         hub.waiters.look_again(request_id)
         await hub.engine.notify(CancelSample(request_id, sample.run))
 

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.serving import Sample
-from tinsmith.server.body import read_json
+from tinsmith.server.access import caller_of, read_json, require, require_base
 from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of
 from tinsmith.server.replies import future_reply, json_reply
 from tinsmith.server.sample_checks import ReceivedSample, check_sample, receive_sample
@@ -33,7 +33,7 @@ async def create_sampling_session(request: Request) -> Response:
     session = SamplingSession(
         sampling_session_id=ids.sampling_session_id(asked.session_id, asked.sampling_session_seq_id),
         session_id=asked.session_id,
-        base_model=await _base_model_of(hub, asked, comes_from_here(request)),
+        base_model=await _base_model_of(request, asked),
         model_path=asked.model_path,
     )
     if not await hub.store.write(Store.create_sampling_session, session):
@@ -51,16 +51,18 @@ async def join_sampling_session(request: Request) -> Response:
     return json_reply({"type": "join_sampling_session", "client_counter": client})
 
 
-async def _base_model_of(hub: Hub, asked: CreateSamplingSessionRequest, from_here: bool) -> str:
+async def _base_model_of(request: Request, asked: CreateSamplingSessionRequest) -> str:
     """The base model that the request or its checkpoint names.
 
-    Raises UserError or NotFoundError if it cannot be sampled.
+    Raises UserError, NotFoundError or ForbiddenError if it cannot be sampled.
     """
+    hub = hub_of(request)
     checkpoint = (
         None if asked.model_path is None else await hub.store.read(require_sampled, hub.shared, asked.model_path)
     )
     name = asked.base_model or (checkpoint.base_model if checkpoint else "")
-    facts = hub.base_models.find(name, from_here)
+    facts = hub.base_models.find(name, comes_from_here(request))
+    require_base(request, facts.name)
     if checkpoint is not None:
         check_fits(checkpoint, facts)
     return name
@@ -97,30 +99,40 @@ async def asample(request: Request) -> Response:
         request, max_bytes, "max_sample_mib", "application/json", receive_sample, limits, hub.config.images
     )
     asked = received.request
+    await require(request, "sampling session", asked.sampling_session_id)
     request_id = ids.request_id(asked.sampling_session_id, asked.seq_id)
     hub.lifetimes.saw(request_id)
     session = await hub.sampling_sessions.find(asked.sampling_session_id)
     sample = hub.samples.find(request_id)
     if sample is None:
-        sample = await _start(hub, request_id, session, received)
+        sample = await _start(request, request_id, session, received)
     else:
         sample.check_repeat(received.digest)
     return future_reply(request_id, sample_sequence_ids=sample.sequence_ids)
 
 
-async def _start(hub: Hub, request_id: str, session: SamplingSession, received: ReceivedSample) -> PendingSample:
+async def _start(
+    request: Request, request_id: str, session: SamplingSession, received: ReceivedSample
+) -> PendingSample:
+    hub, caller = hub_of(request), caller_of(request)
     facts = hub.base_models.find(session.base_model)
-    check_sample(received, facts, hub.config.images)
-    sample = hub.samples.add(request_id, received.request.num_samples, len(received.body), digest=received.digest)
+    require_base(request, facts.name)
+    tokens, count = check_sample(received, facts, hub.config.images), received.request.num_samples
+    sample = hub.samples.add(request_id, count, len(received.body), digest=received.digest)
     try:
+        owner = caller.tenant, facts.name, session.session_id
+        await hub.budgets.reserve(request_id, caller, owner, tokens, count)
         hub.sample_reports.expect(request_id)
-        count = sample.num_samples
         message = Sample(
-            request_id, sample.run, facts.name, session.weights_id, count, stream=False, payload=received.body
+            *(request_id, sample.run, facts.name, session.weights_id, count),
+            stream=False,
+            payload=received.body,
+            tenant=caller.tenant,
         )
         await hub.engine.send(message)
     except TinsmithError:
         hub.samples.remove(request_id)
+        hub.budgets.release(request_id)
         hub.sample_reports.refuse(request_id)
         raise
     return sample

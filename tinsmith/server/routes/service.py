@@ -9,9 +9,9 @@ from packaging.version import InvalidVersion, Version
 
 from tinsmith import __version__
 from tinsmith.errors import NotFoundError
+from tinsmith.server.access import caller_of, operation_body, owned
 from tinsmith.server.body import drop_body
-from tinsmith.server.descriptions import OWNER
-from tinsmith.server.hub import hub_of, operation_body
+from tinsmith.server.hub import hub_of
 from tinsmith.server.replies import GoneError, json_reply
 from tinsmith.store.store import Store
 from tinsmith.wire.json_body import parse_json
@@ -75,8 +75,9 @@ async def client_dynamic_config(request: Request) -> Response:
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(request: Request) -> Response:
-    """The base models."""
-    hub = hub_of(request)
+    """The base models that the caller may use."""
+    hub, key = hub_of(request), caller_of(request).key
+    allowed = None if key is None else key.models
     sampleable, trains = hub.config.sampling.sampler != "none", hub.config.training.trains
     models = [
         {
@@ -86,6 +87,7 @@ async def get_server_capabilities(request: Request) -> Response:
             "sampleable": sampleable,
         }
         for facts in hub.base_models.all()
+        if allowed is None or facts.name in allowed
     ]
     return json_reply({"supported_models": models})
 
@@ -103,7 +105,11 @@ async def create_session(request: Request) -> Response:
     description = parse_json(CreateSessionRequest, await operation_body(request))
     session_id = str(uuid.uuid4())
     hub = hub_of(request)
-    await hub.store.write(Store.create_session, session_id, description.model_dump())
+    caller = caller_of(request)
+    about = description.model_dump()
+    if caller.key is not None and description.project_id is None:
+        about["project_id"] = caller.key.project_id
+    await hub.store.write(Store.create_session, session_id, about, caller.tenant)
     hub.lifetimes.began(session_id)
     log.info("session %s begins (SDK %s)", session_id, description.sdk_version)
     told = _objection(description.sdk_version)
@@ -115,7 +121,7 @@ async def create_session(request: Request) -> Response:
 @router.post("/session_heartbeat")
 async def session_heartbeat(request: Request) -> Response:
     """Note a heartbeat; 410 tells a client that its session has ended."""
-    heartbeat = parse_json(SessionHeartbeatRequest, await operation_body(request))
+    heartbeat = await owned(request, parse_json(SessionHeartbeatRequest, await operation_body(request)))
     hub = hub_of(request)
     if not await hub.lifetimes.is_open(heartbeat.session_id):
         raise GoneError(f"session {heartbeat.session_id!r} is finished or does not exist")
@@ -152,8 +158,8 @@ def _objection(sdk_version: str) -> str | None:
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """What the server does, for people: no part of the Tinker API."""
-    hub = hub_of(request)
+    """What the server does, for people: no part of the Tinker API. Of the models it lists those of the caller."""
+    hub, caller = hub_of(request), caller_of(request)
     bases = [
         {
             "name": facts.name,
@@ -165,37 +171,22 @@ async def status(request: Request) -> Response:
     ]
     engine = {"state": hub.engine.state, "reason": hub.told(hub.engine.reason), "busy_s": hub.engine.busy_s}
     trains = hub.config.training.trains
-    return json_reply(
-        {"version": __version__, "engine": engine, "trains": trains, "base_models": bases, **hub.activity.describe()}
-    )
-
-
-@router.get("/billing/usage/events")
-async def billing_usage(request: Request) -> Response:
-    """Nothing is billed."""
-    return json_reply({"data": []})
-
-
-@router.get("/billing/usage/checkpoints/current")
-async def billing_checkpoints(request: Request) -> Response:
-    """Storage is not billed either."""
-    return json_reply({"data": []})
-
-
-@router.get("/audit")
-async def audit(request: Request) -> Response:
-    """There is no audit log."""
-    return json_reply({"entries": []})
+    activity = hub.activity.describe()
+    activity["models"] = [each for each in activity["models"] if await hub.tenants.owns(caller, each["model_id"])]
+    return json_reply({"version": __version__, "engine": engine, "trains": trains, "base_models": bases, **activity})
 
 
 @router.get("/auth/apikey/me")
 async def describe_key(request: Request) -> Response:
-    """The owner of any API key: they are not checked."""
-    details = {"org_details": {"name": OWNER}, "user_details": {"email": ""}}
-    return json_reply({"key_id": 0, "name": OWNER, "note": "this server does not check keys", "details": details})
+    """The tenant of the API key."""
+    caller = caller_of(request)
+    name = caller.tenant if caller.key is None else caller.key.name
+    note = "this server has no keys, and checks none" if caller.key is None else f"role: {caller.role}"
+    details = {"org_details": {"name": caller.tenant}, "user_details": {"email": ""}}
+    return json_reply({"key_id": 0, "name": name, "note": note, "details": details})
 
 
 @router.delete("/auth/apikey/me")
 async def delete_key(request: Request) -> Response:
-    """Refused: the key would still be accepted afterwards."""
-    raise NotFoundError("this server keeps no API keys, so there is none to delete")
+    """Refused: a script that logs out must not end the key of others."""
+    raise NotFoundError("keys are not deleted through the API: `tinsmith keys revoke NAME` beside the server ends one")

@@ -6,14 +6,16 @@ Refused here, it would leave a hole in the sequence.
 
 import hashlib
 import logging
+from contextlib import suppress
 from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from tinsmith.errors import NotBuiltError, UserError, reported
+from tinsmith.errors import BackpressureError, NotBuiltError, NotFoundError, UserError, reported
 from tinsmith.protocol.serving import Wake
 from tinsmith.protocol.shapes import rank_refusal
-from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of, operation_body
+from tinsmith.server.access import caller_of, operation_body, owned, require, require_base, require_storage
+from tinsmith.server.hub import check_fits, comes_from_here, hub_of
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
@@ -26,6 +28,7 @@ from tinsmith.wire.training_requests import (
     CreateModelRequest,
     GetInfoRequest,
     LoadWeightsAddress,
+    LoadWeightsRequest,
     OperationKey,
     OptimizerConfig,
     SaveWeightsForSamplerRequest,
@@ -50,22 +53,46 @@ _TRAINS = [Depends(_require_training)]
 """Refuse every route of training where nothing is trained, and no sequence could get a hole."""
 
 
-async def _submit(hub: Hub, command: NewCommand) -> Response:
-    """Append an operation to the log and tell the engine. Raises UserError if its key belongs to another operation."""
+def _rejected(command: NewCommand, reason: str) -> NewCommand:
+    """The same operation, which ends in an error."""
+    digest = command.digest or hashlib.sha256(command.payload).digest()
+    return NewCommand(command.model_id, command.seq_id, REJECTED, reason.encode(), digest=digest)
+
+
+async def _submit(request: Request, command: NewCommand, tokens: int | None = None, stores: bool = False) -> Response:
+    """Append an operation to the log and tell the engine. Raises UserError if its key belongs to another operation.
+
+    One of so many `tokens` is held to the budgets of the caller's key, and one that `stores` to its storage. Raises
+    BackpressureError beyond its limits.
+    """
+    hub, caller = hub_of(request), caller_of(request)
     hub.lifetimes.saw(command.model_id)
-    if command.model is None:
-        await hub.require_model(command.model_id)
+    asked = await hub.base_of(command.model_id) if command.model is None else command.model.base_model
+    base = hub.base_models.name_of(asked)
+    require_base(request, base)
     request_id = ids.request_id(command.model_id, command.seq_id)
     size = unpacked_size(command.payload, len(command.payload)) + sum(len(image) for image in command.images.values())
-    counted = hub.queued.admit(command.model_id, command.seq_id, size)
-    # Before it is in the log: the engine may be done with it, or dead, before we hear that it is
-    hub.waiters.expect(request_id)
-    queued = False
+    counted = reserved = queued = False
     try:
+        owner = caller.tenant, base, ids.session_of(command.model_id)
+        try:
+            if stores:
+                await require_storage(request)
+            reserved = await hub.budgets.reserve(request_id, caller, owner, tokens or 0, binds=tokens is not None)
+        except BackpressureError:
+            if await hub.store.read(Store.status, request_id) is None:
+                raise  # else it is a repeat, which uses nothing
+        except UserError as error:  # no later time would do, and the sequence must get no hole
+            command = _rejected(command, str(error))
+        counted = hub.queued.admit(command.model_id, command.seq_id, size, caller.key)
+        # Before it is in the log: the engine may be done with it, or dead, before we hear that it is
+        hub.waiters.expect(request_id)
         queued = await hub.store.append(command)
     finally:
         if counted and not queued:
             hub.queued.end(request_id)
+        if reserved and not queued:
+            hub.budgets.release(request_id)
     if queued:
         await hub.engine.notify(Wake([command.model_id]))
     else:
@@ -79,7 +106,7 @@ async def create_model(request: Request) -> Response:
     """A new model. Nothing waits for it yet, so a wrong request is refused at once."""
     hub = hub_of(request)
     body = await operation_body(request)
-    asked = parse_json(CreateModelRequest, body)
+    asked = await owned(request, parse_json(CreateModelRequest, body))
     await hub.require_open_session(asked.session_id)
     facts = hub.base_models.find(asked.base_model, comes_from_here(request))
     if asked.lora_config.rank > facts.max_lora_rank:
@@ -92,14 +119,29 @@ async def create_model(request: Request) -> Response:
         optimizer_config=asked.optimizer_config.model_dump(),
         user_metadata=asked.user_metadata,
     )
-    return await _submit(hub, NewCommand(model.model_id, 0, "create_model", body, model=model))
+    return await _create(request, model, NewCommand(model.model_id, 0, "create_model", body, model=model))
+
+
+async def _create(request: Request, model: Model, command: NewCommand) -> Response:
+    """Submit the operation that makes a model. Raises BackpressureError if the caller's key allows no more."""
+    hub, key = hub_of(request), caller_of(request).key
+    if key is None or key.max_models is None:
+        return await _submit(request, command)
+    async with hub.creating:
+        living = await hub.store.read(Store.living_models, key.tenant)
+        if len(set(living) - {model.model_id}) >= key.max_models:
+            raise BackpressureError(
+                f"tenant {key.tenant!r} has {len(living)} models in training, and key {key.name!r} allows "
+                f"{key.max_models}; end a session whose model is not needed"
+            )
+        return await _submit(request, command)
 
 
 @router.post("/get_info")
 async def get_info(request: Request) -> Response:
     """Describe a model. Only a client on this machine gets a directory as `tokenizer_id`."""
     hub = hub_of(request)
-    asked = parse_json(GetInfoRequest, await operation_body(request))
+    asked = await owned(request, parse_json(GetInfoRequest, await operation_body(request)))
     model = await hub.model(asked.model_id)
     facts = hub.base_models.find(model.base_model)
     tells = comes_from_here(request) or facts.tokenizer_id not in hub.base_models.directories()
@@ -130,9 +172,10 @@ async def forward_backward(request: Request) -> Response:
     key = received.key
     if not key.model_id or not 1 <= key.seq_id <= MAX_SEQ_ID:
         raise UserError(f"model_id={key.model_id!r}, seq_id={key.seq_id}: both are needed, and seq_id counts from 1")
+    await require(request, "model", key.model_id)
     if received.refused is not None:
         refused = NewCommand(key.model_id, key.seq_id, REJECTED, received.refused.encode(), digest=received.digest)
-        return await _submit(hub, refused)
+        return await _submit(request, refused)
     stored = received.stored
     command = NewCommand(
         key.model_id,
@@ -143,7 +186,7 @@ async def forward_backward(request: Request) -> Response:
         stored.images,
         digest=received.digest,
     )
-    return await _submit(hub, command)
+    return await _submit(request, command, received.tokens)
 
 
 @router.post("/create_custom_loss", dependencies=_TRAINS)
@@ -158,24 +201,25 @@ async def create_custom_loss() -> Response:
 @router.post("/optim_step", dependencies=_TRAINS)
 async def optim_step(request: Request) -> Response:
     """A step of the optimizer."""
-    return await _submit_json(hub_of(request), "optim_step", await operation_body(request))
+    return await _submit_json(request, "optim_step", await operation_body(request))
 
 
 @router.post("/save_weights", dependencies=_TRAINS)
 async def save_weights(request: Request) -> Response:
     """A checkpoint for training."""
-    return await _submit_json(hub_of(request), "save_weights", await operation_body(request))
+    return await _submit_json(request, "save_weights", await operation_body(request))
 
 
 @router.post("/save_weights_external", dependencies=_TRAINS)
 async def save_weights_external(request: Request) -> Response:
     """Weights in files that other tools load, to be downloaded."""
-    return await _submit_json(hub_of(request), "save_weights_external", await operation_body(request))
+    return await _submit_json(request, "save_weights_external", await operation_body(request))
 
 
-async def _submit_json(hub: Hub, kind: CommandKind, body: bytes) -> Response:
-    key = parse_json(OperationKey, body)
-    return await _submit(hub, NewCommand(key.model_id, key.seq_id, kind, body))
+async def _submit_json(request: Request, kind: CommandKind, body: bytes) -> Response:
+    key = await owned(request, parse_json(OperationKey, body))
+    stores = kind.startswith("save")
+    return await _submit(request, NewCommand(key.model_id, key.seq_id, kind, body), stores=stores)
 
 
 @router.post("/load_weights", dependencies=_TRAINS)
@@ -184,8 +228,8 @@ async def load_weights(request: Request) -> Response:
     hub = hub_of(request)
     body = await operation_body(request)
     if parse_json(LoadWeightsAddress, body).model_id is not None:
-        return await _submit_json(hub, "load_weights", body)
-    asked = parse_json(CreateFromCheckpointRequest, body)
+        return await _load_into(request, body)
+    asked = await owned(request, parse_json(CreateFromCheckpointRequest, body))
     await hub.require_open_session(asked.session_id)
     checkpoint = await hub.store.read(Store.require_checkpoint, asked.path, "training")
     base_model = asked.base_model or checkpoint.base_model
@@ -198,7 +242,19 @@ async def load_weights(request: Request) -> Response:
         optimizer_config=(asked.optimizer_config or OptimizerConfig()).model_dump(),
         user_metadata=asked.user_metadata,
     )
-    return await _submit(hub, NewCommand(model.model_id, 0, "create_from_checkpoint", body, model=model))
+    return await _create(request, model, NewCommand(model.model_id, 0, "create_from_checkpoint", body, model=model))
+
+
+async def _load_into(request: Request, body: bytes) -> Response:
+    """Submit load_weights of a model that is there. If the checkpoint is not the caller's, its future will say so."""
+    key = await owned(request, parse_json(OperationKey, body))
+    refusals: list[NotFoundError] = []
+    with suppress(UserError), reported(NotFoundError, refusals.append):  # what else is wrong the engine finds
+        await owned(request, parse_json(LoadWeightsRequest, body))
+    command = NewCommand(key.model_id, key.seq_id, "load_weights", body)
+    if not refusals:
+        return await _submit(request, command)
+    return await _submit(request, _rejected(command, str(refusals[0])))
 
 
 @router.post("/save_weights_for_sampler", dependencies=_TRAINS)
@@ -210,11 +266,11 @@ async def save_weights_for_sampler(request: Request) -> Response:
     """
     hub = hub_of(request)
     body = await operation_body(request)
-    key = parse_json(OperationKey, body)
+    key = await owned(request, parse_json(OperationKey, body))
     model = await hub.model(key.model_id)
     asked = _asked_snapshot(key, body)
     if asked is None:
-        return await _submit_json(hub, "save_weights_for_sampler", body)
+        return await _submit_json(request, "save_weights_for_sampler", body)
     session = SamplingSession(
         sampling_session_id=ids.sampling_session_id(model.session_id, asked.sampling_session_seq_id or 0),
         session_id=model.session_id,
@@ -226,7 +282,7 @@ async def save_weights_for_sampler(request: Request) -> Response:
     repeated = asked.model_copy(update={"sampling_session_seq_id": 0}).model_dump_json().encode()
     digest = hashlib.sha256(repeated).digest()
     return await _submit(
-        hub,
+        request,
         NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session, digest=digest),
     )
 

@@ -1,0 +1,109 @@
+"""Tenants: which of them a request comes from, by its API key, and what belongs to them.
+
+A server that never had a key serves one tenant, `local`, whose client may do everything. It listens on the loopback
+address only (`main.py`).
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from cachetools import LRUCache
+
+from tinsmith.errors import StoreUnavailableError, reported
+from tinsmith.server.async_store import AsyncStore
+from tinsmith.server.replies import UnauthorizedError
+from tinsmith.store.keys import find_key, list_keys
+from tinsmith.store.records import LOCAL, ApiKey, Role
+from tinsmith.store.store import Store
+
+log = logging.getLogger(__name__)
+
+_FRESH_S = 1.0
+"""Seconds after which keys are read again, beside the request that finds them old; one with an unknown key waits."""
+_STALE_S = 5.0
+"""Seconds after which every request waits for the keys: a revoked one ends by then."""
+_KNOWN_OWNERS = 2**16
+_BEARER = "bearer "
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The client of a request."""
+
+    tenant: str
+    role: Role
+    key: ApiKey | None = None
+    """None where there are no keys."""
+
+    @property
+    def sees(self) -> str | None:
+        """The tenant whose things it may use; None for those of all."""
+        return None if self.role == "admin" else self.tenant
+
+
+_EVERYONE = Caller(LOCAL, "admin")
+
+
+class Tenants:
+    """The keys of a server, and the owners of what is in its store."""
+
+    def __init__(self, store: AsyncStore) -> None:
+        self._store = store
+        self._keys: dict[str, ApiKey] | None = None
+        """By the part that is no secret; None before they were read."""
+        self._read_at = -math.inf
+        """Monotonic time."""
+        self._reading: asyncio.Task[None] | None = None
+        self._owned: LRUCache[tuple[str | None, str], bool] = LRUCache(_KNOWN_OWNERS)
+        """What was found to be a tenant's. A foreign id is looked up each time, as one that does not exist."""
+
+    async def caller(self, headers: Mapping[str, str]) -> Caller:
+        """The client that sent these headers. Raises UnauthorizedError without a key that is valid here."""
+        keys = await self._known_keys(_STALE_S)
+        if not keys:
+            return _EVERYONE
+        text = _sent_key(headers)
+        key = find_key(keys, text) or find_key(await self._known_keys(0.0), text)
+        if key is None or key.revoked_at is not None:
+            raise UnauthorizedError(
+                "this server needs an API key that it knows, in the header X-API-Key: set TINKER_API_KEY; "
+                "`tinsmith keys add` beside the server makes one"
+            )
+        if key.expires_at is not None and key.expires_at <= time.time():
+            ended = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(key.expires_at))
+            raise UnauthorizedError(f"the API key {key.name!r} expired at {ended} UTC; ask for another one")
+        return Caller(key.tenant, key.role, key)
+
+    async def _known_keys(self, most_age_s: float) -> dict[str, ApiKey]:
+        """The keys as they were read up to `most_age_s` seconds ago; older than a second, they are read meanwhile."""
+        age_s = time.monotonic() - self._read_at
+        if age_s >= min(_FRESH_S, most_age_s) and (self._reading is None or self._reading.done()):
+            self._reading = asyncio.create_task(self._read())
+        if age_s >= most_age_s and self._reading is not None:
+            await asyncio.shield(self._reading)
+        return self._keys or {}
+
+    async def _read(self) -> None:
+        # While the database cannot be read, the keys that were read before go on counting
+        with reported(() if self._keys is None else StoreUnavailableError, partial(log.warning, "%s")):
+            read = {key.key_id: key for key in await self._store.read(list_keys)}
+            self._keys = read or self._keys or {}  # a table that lost its rows lets nobody in
+        self._read_at = time.monotonic()
+
+    async def owns(self, caller: Caller, owned_id: str) -> bool:
+        """Whether a session, model, sampling session or run is there, and the caller's."""
+        key = caller.sees, owned_id
+        if key not in self._owned and await self._store.read(Store.owns, owned_id, caller.sees):
+            self._owned[key] = True
+        return key in self._owned
+
+
+def _sent_key(headers: Mapping[str, str]) -> str:
+    authorization = headers.get("authorization", "")
+    bearer = authorization[len(_BEARER) :] if authorization.lower().startswith(_BEARER) else ""
+    return headers.get("x-api-key") or bearer.strip()

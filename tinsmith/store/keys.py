@@ -1,0 +1,89 @@
+"""API keys: made here, kept as digests, and compared in constant time.
+
+A key is `tml-ID-SECRET`, as the SDK wants it to begin. Each function of the table is one transaction; a server reads
+what another process writes (`tinsmith keys`).
+"""
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from sqlalchemy import select, update
+
+from tinsmith.errors import ConfigError
+from tinsmith.store.records import ApiKey
+from tinsmith.store.schema import api_keys
+from tinsmith.store.store import Store
+
+_PREFIX = "tml-"
+_NOBODY = bytes(32)
+"""The digest that an unknown key is compared with."""
+_COLUMNS = [api_keys.c[name] for name in ApiKey.__dataclass_fields__]
+
+
+def new_secret(key: ApiKey) -> tuple[ApiKey, str]:
+    """`key` with a new id and digest, and its text, which is kept nowhere."""
+    key_id = secrets.token_hex(4)
+    text = f"{_PREFIX}{key_id}-{secrets.token_urlsafe(32)}"
+    return replace(key, key_id=key_id, digest=_digest(text)), text
+
+
+def find_key(known: Mapping[str, ApiKey], text: str) -> ApiKey | None:
+    """The key of this text among those `known` by id. A wrong one takes as long as a right one."""
+    key = known.get(text.removeprefix(_PREFIX).partition("-")[0])
+    is_right = hmac.compare_digest(_digest(text), _NOBODY if key is None else key.digest)
+    return key if is_right else None
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+def list_keys(store: Store) -> list[ApiKey]:
+    """All keys, revoked ones too, by name."""
+    with store.reading() as connection:
+        return [ApiKey(*row) for row in connection.execute(select(*_COLUMNS).order_by(api_keys.c.name))]
+
+
+def add_key(store: Store, key: ApiKey) -> str:
+    """Add a key, and return its text. Raises ConfigError if there is one of that name."""
+    added, text = new_secret(replace(key, created_at=time.time()))
+    with store.writing_durably() as connection:
+        if connection.execute(select(api_keys.c.name).where(api_keys.c.name == key.name)).first() is not None:
+            raise ConfigError(f"there is a key {key.name!r} already; choose another name, or rotate that one")
+        connection.execute(api_keys.insert(), vars(added))
+    return text
+
+
+def rotate_key(store: Store, name: str) -> str:
+    """Give a key a new secret, and return its text; the old one ends. Raises ConfigError: no such key, or revoked."""
+    key = _require(store, name)
+    if key.revoked_at is not None:
+        raise ConfigError(f"the key {name!r} is revoked; add another one")
+    rotated, text = new_secret(key)
+    with store.writing_durably() as connection:
+        connection.execute(
+            update(api_keys)
+            .where(api_keys.c.name == name, api_keys.c.revoked_at.is_(None))
+            .values(key_id=rotated.key_id, digest=rotated.digest)
+        )
+    return text
+
+
+def revoke_key(store: Store, name: str) -> None:
+    """End a key. Its tenant keeps what it has. Raises ConfigError if there is no such key."""
+    key = _require(store, name)
+    with store.writing_durably() as connection:
+        connection.execute(
+            update(api_keys).where(api_keys.c.name == name).values(revoked_at=key.revoked_at or time.time())
+        )
+
+
+def _require(store: Store, name: str) -> ApiKey:
+    found = next((key for key in list_keys(store) if key.name == name), None)
+    if found is None:
+        raise ConfigError(f"there is no key {name!r}; `tinsmith keys list` lists them")
+    return found

@@ -1,0 +1,111 @@
+"""Metering: what tenants have used, by hour, base model and session.
+
+An operation's part is added in the transaction that records its outcome, and stands in its row of the log too. So the
+sums are those of the log, whichever process dies.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+
+from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy.dialects.sqlite import insert
+
+from tinsmith.store.checkpoints import ALIVE
+from tinsmith.store.database import Transactions
+from tinsmith.store.records import Used, UsedBy
+from tinsmith.store.schema import checkpoints, models, sessions, usage
+
+HOUR_S = 3600
+DAY_S = 24 * HOUR_S
+
+_KEY = (usage.c.hour, usage.c.tenant, usage.c.base_model, usage.c.session_id)
+_SUMS = tuple(usage.c[name] for name in Used.__dataclass_fields__)
+_INSERT = insert(usage)
+_ADD = _INSERT.on_conflict_do_update(
+    index_elements=_KEY, set_={column.name: column + _INSERT.excluded[column.name] for column in _SUMS}
+)
+_STORE = _INSERT.on_conflict_do_update(
+    index_elements=_KEY, set_={"stored_bytes": func.max(usage.c.stored_bytes, _INSERT.excluded.stored_bytes)}
+)
+_OWNERS = (
+    select(models.c.model_id, sessions.c.tenant, models.c.base_model, models.c.session_id)
+    .join_from(models, sessions)
+    .where(models.c.model_id.in_(bindparam("ids", expanding=True)))
+)
+_STORED = (
+    select(checkpoints.c.tenant, checkpoints.c.directory, checkpoints.c.base_model, checkpoints.c.size_bytes)
+    .where(ALIVE)
+    .distinct()
+)
+Owned = tuple[str, str, str]
+"""Tenant, base model and session."""
+
+
+def hour_of(now: float) -> int:
+    """The beginning of the hour of a Unix time."""
+    return int(now) // HOUR_S * HOUR_S
+
+
+def add(connection: Connection, now: float, amounts: Mapping[Owned, Used]) -> None:
+    """Add to the sums of an hour, in a transaction."""
+    for (tenant, base_model, session_id), used in amounts.items():
+        key = {"hour": hour_of(now), "tenant": tenant, "base_model": base_model, "session_id": session_id}
+        connection.execute(_ADD, key | asdict(used))
+
+
+def add_of_models(connection: Connection, now: float, amounts: Mapping[str, Used]) -> None:
+    """Add what models have used, by model id, in a transaction."""
+    if amounts:
+        owners = connection.execute(_OWNERS, {"ids": list(amounts)}).all()
+        summed: defaultdict[Owned, Used] = defaultdict(Used)
+        for model_id, *owner in owners:
+            key = owner[0], owner[1], owner[2]
+            summed[key] = summed[key].plus(amounts[model_id])
+        add(connection, now, summed)
+
+
+def add_usage(store: Transactions, amounts: Mapping[Owned, Used]) -> None:
+    """Add to the sums of this hour."""
+    with store.writing() as connection:
+        add(connection, time.time(), amounts)
+
+
+def note_storage(store: Transactions) -> None:
+    """Note the bytes that tenants store now, if they are the most of this hour. Copies share theirs."""
+    now = time.time()
+    with store.writing() as connection:
+        for (tenant, base_model), size in _stored(connection, now).items():
+            key = {"hour": hour_of(now), "tenant": tenant, "base_model": base_model, "session_id": ""}
+            connection.execute(_STORE, key | {"stored_bytes": size})
+
+
+def stored_bytes(store: Transactions, tenant: str) -> int:
+    """The bytes that a tenant stores now."""
+    with store.reading() as connection:
+        return sum(size for (owner, _), size in _stored(connection, time.time()).items() if owner == tenant)
+
+
+def _stored(connection: Connection, now: float) -> Mapping[tuple[str, str], int]:
+    found: Counter[tuple[str, str]] = Counter()
+    for tenant, _, base_model, size in connection.execute(_STORED, {"now": now}):
+        found[tenant, base_model] += size
+    return found
+
+
+def used_between(store: Transactions, start: float, end: float, tenant: str | None = None) -> list[UsedBy]:
+    """All sums of hours that begin in [start, end), oldest first; of one tenant if given."""
+    found = select(*_KEY, *_SUMS, usage.c.stored_bytes).where(usage.c.hour >= start, usage.c.hour < end).order_by(*_KEY)
+    if tenant is not None:
+        found = found.where(usage.c.tenant == tenant)
+    with store.reading() as connection:
+        return [UsedBy(*row[:4], Used(*row[4:-1]), row[-1]) for row in connection.execute(found)]
+
+
+def total(found: Iterable[UsedBy]) -> Used:
+    """The sum of what was used."""
+    summed = Used()
+    for each in found:
+        summed = summed.plus(each.used)
+    return summed
