@@ -40,6 +40,9 @@ class ServerConfig:
         "Name of this server beside its addresses, localhost and this machine's name; repeat for several. "
         "Requests with another Host, or from web pages of other sites, are refused",
     )
+    metrics_address: str = setting(
+        "", "HOST:PORT that answers /metrics to everybody; empty answers it on the server's port, to this machine only"
+    )
     long_poll_s: float = setting(
         30.0, "How long retrieve_future waits for a result; after HTTP 408 the client asks again", "seconds", 0.1, 40
     )

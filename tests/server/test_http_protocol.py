@@ -17,7 +17,7 @@ from tests.server.serving import served
 from tinsmith.server import body
 from tinsmith.server.body import LargeBodies
 from tinsmith.server.http_protocol import BoundedHttp
-from tinsmith.server.main import http_config
+from tinsmith.server.main import create_app, http_config
 
 JSON = {"Content-Type": "application/json"}
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -31,7 +31,7 @@ async def listening(
 ) -> AsyncIterator[tuple[int, Callable[[], Awaitable[Streams]]]]:
     """A server without an engine on a socket: its port, and how to connect to it."""
     async with served(directory, connection_idle_s=idle_s) as server:
-        http = uvicorn.Server(http_config(server.hub))
+        http = uvicorn.Server(http_config(create_app(server.hub), server.hub.config.server))
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         serving = asyncio.create_task(http.serve([listener]))

@@ -11,6 +11,7 @@ import orjson
 from tinsmith.engine.model_state import Ended, ModelStates, Running
 from tinsmith.engine.passes import ForwardOperation
 from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
+from tinsmith.observing.metrics import OPERATION_SECONDS, OPERATIONS, TRAINED_TOKENS
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.store.records import Command, Outcome
 from tinsmith.store.store import Store
@@ -25,7 +26,6 @@ class Outcomes:
 
     models: ModelStates
     record: Callable[[list[Outcome]], None]
-    trained_tokens: int = 0
     suspects: set[str] = field(default_factory=set)
     """Operations that were under way when workers ended, and are computed again."""
 
@@ -39,19 +39,19 @@ class Outcomes:
         self.suspects -= {operation.command.request_id for operation in encoded}
         for operation in encoded:
             if operation.backward:
-                self.trained_tokens += operation.tokens
+                TRAINED_TOKENS.labels(operation.base_model).inc(operation.tokens)
                 if (state := self.models.get(operation.command.model_id)) is not None:
                     state.trained_tokens += operation.tokens
                     if state.loaded is not None:
                         state.loaded.added_seq = operation.command.seq_id
-            _log_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
+            _tell_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
 
     def ended(self, command: Command, running: Running, ended: Ended) -> None:
         """Record the result of an operation that is no forward work."""
         self.suspects.discard(command.request_id)
         self.record([Outcome(command.request_id, orjson.dumps(ended.result), "json", None, None, ended.resolved)])
         metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
-        _log_finished(command, running.started_at, tokens=0, detail=metrics)
+        _tell_finished(command, running.started_at, tokens=0, detail=metrics)
 
     def fail(self, command: Command, error: TinsmithError, touches_step: bool = True) -> None:
         """Record a failure.
@@ -66,6 +66,7 @@ class Outcomes:
         if touches_step:
             self.models.after_failure(command, str(error))
         self.record([Outcome(command.request_id, None, None, str(error), error.category)])
+        OPERATIONS.labels(command.kind, error.category).inc()
         log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
 
     def forget(self, model_id: str) -> None:
@@ -78,12 +79,16 @@ def _outcome(operation: ForwardOperation) -> Outcome:
     return Outcome(operation.command.request_id, result, "protobuf", None, None)
 
 
-def _log_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
-    """Log an operation's tokens, outcome, duration since monotonic `started_at`, and how long it had waited.
+def _tell_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
+    """Log and count an operation's tokens, outcome, duration since monotonic `started_at`, and how long it had waited.
 
     The wait is counted by the clock, which two processes share and somebody may have set.
     """
     seconds = time.monotonic() - started_at
+    queued_s = max(0.0, time.time() - seconds - command.created_at)
+    OPERATIONS.labels(command.kind, "ok").inc()
+    OPERATION_SECONDS.labels(command.kind, "queued").observe(queued_s)
+    OPERATION_SECONDS.labels(command.kind, "run").observe(seconds)
     log.info(
         "model=%s seq_id=%d kind=%s tokens=%d %s seconds=%.3f queued=%.3f",
         *(
@@ -93,7 +98,7 @@ def _log_finished(command: Command, started_at: float, tokens: int, detail: str)
             tokens,
             detail,
             seconds,
-            max(0.0, time.time() - seconds - command.created_at),
+            queued_s,
         ),
     )
 

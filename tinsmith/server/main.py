@@ -18,14 +18,15 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI, Request, Response
 
-from tinsmith.config import Config
+from tinsmith.config import Config, ServerConfig
 from tinsmith.errors import ConfigError, NotFoundError, translated
 from tinsmith.logs import start_logging
 from tinsmith.server.http_protocol import Origins, http_protocol
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
 from tinsmith.server.replies import add_error_replies
-from tinsmith.server.routes import catalog, checkpoints, downloads, futures, sampling, service, training
+from tinsmith.server.routes import catalog, checkpoints, downloads, futures, metrics, sampling, service, training
+from tinsmith.server.routes.metrics import metrics_app
 from tinsmith.store.disk import only_user
 from tinsmith.store.store import Store
 
@@ -39,12 +40,13 @@ _PREFIX = "/api/v1"
 def create_app(hub: Hub) -> FastAPI:
     """The application that serves `hub`."""
     app = FastAPI(title="Tinsmith", openapi_url=None)
-    app.state.hub = hub
+    app.state.hub, app.state.is_for_metrics = hub, False
     app.add_middleware(Origins, listens_on=hub.config.server.host, allowed_hosts=hub.config.server.allowed_hosts)
     add_error_replies(app)
     # Routes are tried in order: those that every step and every sample takes come first.
     for routes in (futures, training, sampling, service, catalog, checkpoints, downloads):
         app.include_router(routes.router, prefix=_PREFIX)
+    app.include_router(metrics.router)
     app.add_api_route("/{path:path}", _not_built, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     return app
 
@@ -94,15 +96,17 @@ def _run(config: Config, until_ready: bool) -> None:
     _allow_open_files()
     data_dir = Path(config.data_dir)
     keep_bytes = config.server.kept_operations_mib * 2**20
+    server = config.server
     with (
-        listening(config) as listener,
+        listening(server.host, server.port) as listener,
+        _listening_for_metrics(server.metrics_address) as for_metrics,
         contextlib.closing(Store.open(data_dir, keep_bytes=keep_bytes)) as store,
         only_user(data_dir) as alone,
     ):
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
-        signals = uvloop.run(_serve(config, listener, store, data_dir, until_ready))
+        signals = uvloop.run(_serve(config, listener, for_metrics, store, data_dir, until_ready))
     if len(signals) > 1 or (signals and until_ready):
         raise SystemExit(128 + signals[-1])
 
@@ -115,9 +119,8 @@ def _allow_open_files() -> None:
 
 
 @contextlib.contextmanager
-def listening(config: Config) -> Iterator[socket.socket]:
-    """A socket at the server's address. Raises ConfigError."""
-    host, port = config.server.host, config.server.port
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket at this address. Raises ConfigError."""
 
     def why_not(error: OSError) -> str:
         used = error.errno == errno.EADDRINUSE
@@ -135,6 +138,19 @@ def listening(config: Config) -> Iterator[socket.socket]:
         yield listener
 
 
+@contextlib.contextmanager
+def _listening_for_metrics(address: str) -> Iterator[socket.socket | None]:
+    """A socket at HOST:PORT; None without an address. Raises ConfigError."""
+    if not address:
+        yield None
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"metrics_address={address!r} is not HOST:PORT; give it as --metrics-address 127.0.0.1:9100")
+    with listening(host.strip("[]"), int(port)) as listener:
+        yield listener
+
+
 class _HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers, which would end the process before the engine."""
 
@@ -143,11 +159,10 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def http_config(hub: Hub) -> uvicorn.Config:
-    """The uvicorn configuration for `hub`."""
-    server = hub.config.server
+def http_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
+    """The uvicorn configuration for an application."""
     return uvicorn.Config(
-        create_app(hub),
+        app,
         http=http_protocol(server.max_header_kib, server.connection_idle_s),
         ws="none",
         # Behind a proxy on this machine clients have an address each. A process here may lie, but can keep the
@@ -162,10 +177,18 @@ def http_config(hub: Hub) -> uvicorn.Config:
     )
 
 
-async def _serve(config: Config, listener: socket.socket, store: Store, data_dir: Path, until_ready: bool) -> list[int]:
+async def _serve(
+    config: Config,
+    listener: socket.socket,
+    for_metrics: socket.socket | None,
+    store: Store,
+    data_dir: Path,
+    until_ready: bool,
+) -> list[int]:
     """Serve until a signal, or until the engine is ready; returns the signals that came."""
     hub = Hub(config, store, data_dir)
-    http = _HttpServer(http_config(hub))
+    http = _HttpServer(http_config(create_app(hub), config.server))
+    beside = _HttpServer(http_config(metrics_app(hub), config.server))
     stop = asyncio.Event()
     signals: list[int] = []
 
@@ -190,17 +213,22 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup it is ignored
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     _announce(config, listener)
+    if for_metrics is not None:
+        log.info("metrics at http://%s/metrics", _shown(for_metrics))
     engine_task = asyncio.create_task(hub.engine.run())
     hub.bodies.parser.start()
     http_task = asyncio.create_task(http.serve([listener]))
+    beside_task = None if for_metrics is None else asyncio.create_task(beside.serve([for_metrics]))
     stop_task = asyncio.create_task(stop.wait())
     lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
     ready_task = [asyncio.create_task(hub.engine.ready.wait())] if until_ready else []
     await asyncio.wait([engine_task, http_task, stop_task, *ready_task], return_when=asyncio.FIRST_COMPLETED)
-    http.should_exit = True
+    http.should_exit = beside.should_exit = True
     hub.waiters.close()
     await hub.engine.stop()
     await http_task
+    if beside_task is not None:
+        await beside_task
     for waiting in (stop_task, *ready_task):
         waiting.cancel()
     lifetimes_task.cancel()
@@ -213,8 +241,12 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
 
 
 def _announce(config: Config, listener: socket.socket) -> None:
+    shown = _shown(listener)
+    log.info("listening on http://%s, data in %s", shown, config.data_dir)
+    if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        log.warning("there are no API keys yet: everyone who can reach http://%s can use this server", shown)
+
+
+def _shown(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    log.info("listening on http://%s:%d, data in %s", shown, port, config.data_dir)
-    if not ipaddress.ip_address(host).is_loopback:
-        log.warning("there are no API keys yet: everyone who can reach http://%s:%d can use this server", shown, port)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

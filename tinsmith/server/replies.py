@@ -28,6 +28,7 @@ from tinsmith.errors import (
     TinsmithError,
     UserError,
 )
+from tinsmith.observing.metrics import REFUSALS
 from tinsmith.wire.compression import TooLargeError
 
 log = logging.getLogger(__name__)
@@ -126,8 +127,15 @@ async def _reply_to_known(request: Request, error: Exception) -> Response:
     headers = (
         {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, BackpressureError | StoreUnavailableError) else None
     )
+    REFUSALS.labels(_reason_of(error), str(status)).inc()
     detail = request.app.state.hub.told(str(error), "user" if isinstance(error, UserError) else "server")
     return json_reply({"detail": detail}, status, headers)
+
+
+def _reason_of(error: Exception) -> str:
+    """Return the class of an error as a label: `backpressure` for a BackpressureError."""
+    words = re.findall("[A-Z][a-z]*", type(error).__name__.removesuffix("Error"))
+    return "_".join(words).lower()
 
 
 async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:
@@ -136,5 +144,6 @@ async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:
 
 
 async def _reply_to_unknown(_request: Request, error: Exception) -> Response:
+    REFUSALS.labels("internal", "500").inc()
     # The traceback is in the server's log: the web framework raises the exception again after this reply.
     return json_reply({"detail": f"internal error of the server: {type(error).__name__}; see its log"}, 500)

@@ -21,6 +21,7 @@ from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.questions import Questions
+from tinsmith.protocol.reports import Reports
 from tinsmith.protocol.serving import Bye, Starting
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def main() -> int:
             group.connect()
         records = AskedRecords(questions.ask)
         worker = Worker(config, bases, link, heartbeat, records, group, place, compared)
+        Reports(sys.argv[1], worker.status.make, keys).start()
         worker.run(int(sys.argv[2]))
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
