@@ -23,7 +23,7 @@ from tinsmith.config_values import (
     settings_of,
 )
 from tinsmith.errors import ConfigError
-from tinsmith.logs import LEVELS
+from tinsmith.logs import FORMATS, LEVELS
 
 CONFIG_VARIABLE = "TINSMITH_CONFIG"
 """Names the configuration file, as `--config` does."""
@@ -464,6 +464,9 @@ class Config:
         "info",
         "Least important lines to log: debug (adds a line for each sample), info, warning or error",
         choices=LEVELS,
+    )
+    log_format: str = setting(
+        "text", "Form of log lines: text, or json with session, model and request of each", choices=FORMATS
     )
     server: ServerConfig = field(default_factory=ServerConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)

@@ -3,6 +3,7 @@
 Invariant: `/metrics` and `tinsmith status` tell the same numbers, and models that are gone have none.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,3 +123,14 @@ def test_metrics_have_an_address_of_their_own_if_wanted(text_only: list[str], tm
         address = server.log.read_text().partition("metrics at ")[2].partition("/metrics")[0]
         assert total(numbers(address), "tinsmith_engine_ready") == 1
         assert httpx.get(f"{address}/api/v1/status").status_code == 404
+
+
+def test_the_log_is_json_if_wanted_with_the_ids_of_each_operation(text_only: list[str], tmp_path: Path) -> None:
+    with ready(tmp_path, *text_only, "--log-format", "json") as server:
+        with connect(server) as service:
+            model_id = train(service, "text", rank=8).model_id
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert {line["process"] for line in lines} == {"server", "engine", "worker"}
+    created = [line for line in lines if line.get("request") == f"{model_id}/0"]
+    session_id = model_id.partition(":")[0]
+    assert [(line["process"], line["model"], line["session"]) for line in created] == [("engine", model_id, session_id)]

@@ -33,7 +33,7 @@ def main() -> int:
     heartbeat.start()
     try:
         config = from_tree(orjson.loads(sys.stdin.buffer.read()))
-        start_logging("engine", config.log_level)
+        start_logging("engine", config.log_level, config.log_format)
         workers = workers_of(config, link)
         workers.start_if_due()  # before the rest: it takes seconds to import their libraries
         workers.records.open()

@@ -166,7 +166,7 @@ class CrashRecovery:
             return True
         del self.waiting[model_id]
         MODELS_RECOVERED.inc()
-        log.info("model %s is back, as its last step left it", model_id)
+        log.info("model %s is back, as its last step left it", model_id, extra={"model": model_id})
         return True
 
     def take_lost(self) -> dict[str, str]:
@@ -177,7 +177,7 @@ class CrashRecovery:
         return lost
 
     def _lose(self, model_id: str, reason: str) -> None:
-        log.error("model %s is lost: %s", model_id, reason)
+        log.error("model %s is lost: %s", model_id, reason, extra={"model": model_id})
         MODELS_LOST.inc()
         self.waiting.pop(model_id, None)
         self.lost[model_id] = reason

@@ -67,7 +67,14 @@ class Outcomes:
             self.models.after_failure(command, str(error))
         self.record([Outcome(command.request_id, None, None, str(error), error.category)])
         OPERATIONS.labels(command.kind, error.category).inc()
-        log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
+        log.warning(
+            "failed model=%s seq_id=%d kind=%s: %s",
+            command.model_id,
+            command.seq_id,
+            command.kind,
+            error,
+            extra={"request": command.request_id},
+        )
 
     def forget(self, model_id: str) -> None:
         self.suspects = {each for each in self.suspects if not each.startswith(f"{model_id}/")}
@@ -100,6 +107,7 @@ def _tell_finished(command: Command, started_at: float, tokens: int, detail: str
             seconds,
             queued_s,
         ),
+        extra={"request": command.request_id},
     )
 
 

@@ -90,7 +90,7 @@ def warm_up(config: Config) -> float:
 
 
 def _run(config: Config, until_ready: bool) -> None:
-    start_logging("server", config.log_level)
+    start_logging("server", config.log_level, config.log_format)
     if not config.base_models:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
     _allow_open_files()

@@ -34,6 +34,7 @@ def main() -> int:
     name = "worker" if place.count == 1 else f"worker {place.rank}"
     start_logging(name)
     config, keys = read_start(sys.stdin.buffer)
+    start_logging(name, config.log_level, config.log_format)
     link = ChildLink(sys.argv[1], keys)
     heartbeat = Heartbeat(sys.argv[1], int(sys.argv[2]), keys)
     heartbeat.start()
@@ -55,7 +56,6 @@ def main() -> int:
     gc.freeze()  # nor does a later collection look through them
     gc.enable()
     try:
-        start_logging(name, config.log_level)
         lock_devices(config)  # nobody closes them: the process holds them to its end
         bases = load_bases(config, steps.begin, measures=place.rank == 0)
         steps.begin()

@@ -57,7 +57,7 @@ class SampleResults:
             SampleFailed(message.request_id, message.run, str(error), error.category, isinstance(error, NotFoundError))
         )
         SAMPLES.labels(message.base_model, error.category).inc()
-        log.warning("failed sample=%s: %s", message.request_id, error)
+        log.warning("failed sample=%s: %s", message.request_id, error, extra={"request": message.request_id})
 
     def finish(self, result: SampleResult, started: Started) -> None:
         """Answer a sample; what cannot be answered fails."""
@@ -79,6 +79,7 @@ class SampleResults:
                 result.prompt_tokens,
                 tokens,
                 time.monotonic() - started.started_at,
+                extra={"request": message.request_id},
             )
 
     def _count(self, message: Sample, result: SampleResult, tokens: int) -> None:
