@@ -990,6 +990,27 @@ MUTATIONS = (
         "_INSERT.excluded[column.name]",
         ("tests/server/test_budgets.py",),
     ),
+    Mutation(
+        "metrics are told to other machines",
+        "tinsmith/server/routes/metrics.py",
+        "if not (request.app.state.is_for_metrics or comes_from_here(request)):",
+        "if False:",
+        ("tests/server/test_metrics.py",),
+    ),
+    Mutation(
+        "an error of counting ends the thread without a word",
+        "tinsmith/protocol/reports.py",
+        "with reported(Exception, _log_end):",
+        "with suppress(Exception):",
+        ("tests/protocol/test_reports.py",),
+    ),
+    Mutation(
+        "the numbers of a model that is gone stay",
+        "tinsmith/server/activity.py",
+        'if each[0] != OF_MODEL or each[1]["model"] in loaded]',
+        "]",
+        ("tests/server/test_metrics.py",),
+    ),
 )
 
 

@@ -37,6 +37,7 @@ IN_ANY_DIRECTORY = (
 RANKS = {
     "errors": 0,
     "logs": 1,
+    "observing": 1,
     "config_values": 1,
     "config": 2,
     "http_client": 2,
@@ -59,7 +60,7 @@ RANKS = {
 
 MAY_IMPORT_TORCH = {"kernels", "models", "memory", "rendering", "training", "sampling", "worker"}
 
-ENGINE_MAY_IMPORT = {"engine", "errors", "logs", "config", "wire", "store", "protocol"}
+ENGINE_MAY_IMPORT = {"engine", "errors", "logs", "observing", "config", "wire", "store", "protocol"}
 """The engine orders what workers do, and talks to them with messages only: it outlives them."""
 
 TRANSFORMERS_NAMES = {

@@ -114,7 +114,10 @@ def test_the_tree_survives_the_way_to_the_engine() -> None:
         ("server: {prot: 1}\n", "unknown key 'server.prot'; did you mean 'server.port'?"),
         ("port: 1\n", "unknown key 'port'; did you mean 'server.port'?"),
         ("max_images: 1\n", "unknown key 'max_images'; did you mean 'requests.max_images'?"),
-        ("1: 1\n", "unknown key '1'; known here: base_models, data_dir, checkpoint_root, log_level, server"),
+        (
+            "1: 1\n",
+            "unknown key '1'; known here: base_models, data_dir, checkpoint_root, log_level, log_format, server",
+        ),
         ("server: 8000\n", "server=8000 must be a section, with keys and values below it"),
         ("- 1\n", "must hold sections such as 'server:', not a list"),
         ("server: {port: true}\n", "server.port=True must be a whole number from 0 to 65535"),
@@ -184,7 +187,7 @@ def test_what_is_no_yaml_is_refused_in_one_line(tmp_path: Path, content: bytes |
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match="unknown option 'prot'; the options are base_models, data_dir, checkpoint_root, log_level, host",
+        match="unknown option 'prot'; the options are base_models, data_dir, checkpoint_root, log_level, log_format, ",
     ):
         load(options={"prot": 1})
 

@@ -5,14 +5,17 @@ Also: `tests/server/test_service.py`.
 """
 
 import io
+import json
 import logging
 import re
+from datetime import UTC, datetime
 
 import pytest
 
 from tinsmith.logs import start_logging
 
 FORGED = "1.0\n2026-01-01 00:00:00,000 INFO server: all is well\r\x1b[2J\x85\u2028\u202e\x00end"
+SHOWN = r"1.0\n2026-01-01 00:00:00,000 INFO server: all is well\r\x1b[2J\x85\u2028\u202e\x00end"
 
 
 @pytest.fixture
@@ -29,14 +32,45 @@ def written(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 def test_a_message_is_one_line_whatever_it_quotes(written: io.StringIO) -> None:
     logging.getLogger("tinsmith.server").info("session %s begins (SDK %s)", "s", FORGED)
     (line,) = written.getvalue().splitlines()
-    shown = r"1.0\n2026-01-01 00:00:00,000 INFO server: all is well\r\x1b[2J\x85\u2028\u202e\x00end"
-    assert line.endswith(f" INFO server: session s begins (SDK {shown})")
+    assert line.endswith(f" INFO server: session s begins (SDK {SHOWN})")
 
 
 def test_a_long_message_loses_its_middle(written: io.StringIO) -> None:
     logging.getLogger("tinsmith.server").info("session s begins (SDK %s)", "x" * 120_000)
     assert re.search(r"x \.\.\. \(\d+ characters left out\) \.\.\. x", written.getvalue())
     assert len(written.getvalue()) < 2_200
+
+
+def test_json_lines_name_request_model_and_session(written: io.StringIO) -> None:
+    start_logging("engine", "info", "json")
+    log = logging.getLogger("tinsmith.engine")
+    log.info("session %s begins (SDK %s)", "s", FORGED, extra={"session": "s"})
+    log.warning("failed", extra={"request": "s:train:2/7"})
+    log.info("model %s is back", "s:train:2", extra={"model": "s:train:2"})
+    log.info("a sample", extra={"request": "s:sample:1/4"})
+    try:
+        fail()
+    except ValueError:
+        log.exception("unexpected error")
+    first, *ids, last = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert first.pop("time") <= datetime.now(UTC).isoformat()
+    assert first == {
+        "level": "info",
+        "process": "engine",
+        "logger": "tinsmith.engine",
+        "message": rf"session s begins (SDK {SHOWN})",
+        "session": "s",
+    }
+    named = [{name: line.get(name) for name in ("request", "model", "session")} for line in ids]
+    assert named == [
+        {"request": "s:train:2/7", "model": "s:train:2", "session": "s"},
+        {"request": None, "model": "s:train:2", "session": "s"},
+        {"request": "s:sample:1/4", "model": None, "session": "s"},
+    ]
+    assert (last["message"], "ValueError: 1.0" in last["traceback"]) == ("unexpected error", True)
+    start_logging("engine")
+    log.info("text again")
+    assert written.getvalue().endswith(" INFO engine: text again\n")
 
 
 def fail() -> None:

@@ -23,7 +23,7 @@ from tinsmith.config_values import (
     settings_of,
 )
 from tinsmith.errors import ConfigError
-from tinsmith.logs import LEVELS
+from tinsmith.logs import FORMATS, LEVELS
 
 CONFIG_VARIABLE = "TINSMITH_CONFIG"
 """Names the configuration file, as `--config` does."""
@@ -47,6 +47,9 @@ class ServerConfig:
     )
     tls_cert: str = setting("", "File of the certificates in PEM with which to serve HTTPS; empty serves HTTP")
     tls_key: str = setting("", "File of the key of --tls-cert in PEM; empty if the certificate's file has it")
+    metrics_address: str = setting(
+        "", "HOST:PORT that answers /metrics to everybody; empty answers it on the server's port, to this machine only"
+    )
     long_poll_s: float = setting(
         30.0, "How long retrieve_future waits for a result; after HTTP 408 the client asks again", "seconds", 0.1, 40
     )
@@ -469,6 +472,9 @@ class Config:
         "info",
         "Least important lines to log: debug (adds a line for each sample), info, warning or error",
         choices=LEVELS,
+    )
+    log_format: str = setting(
+        "text", "Form of log lines: text, or json with session, model and request of each", choices=FORMATS
     )
     server: ServerConfig = field(default_factory=ServerConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)

@@ -1,9 +1,11 @@
-"""One format for all log lines, of our processes and of libraries.
+"""One format for all log lines, of our processes and of libraries: text, or JSON objects with ids.
 
 Messages quote clients: nothing of theirs begins a line, moves a terminal's cursor, or makes a line endless.
 """
 
+import json
 import logging
+from datetime import UTC, datetime
 
 from tinsmith.errors import printable, shortened
 
@@ -13,15 +15,26 @@ LEVELS = ("debug", "info", "warning", "error")
 _TRACEBACK_CHARACTERS = 20_000
 
 
-def start_logging(process: str, level: str = "info") -> None:
-    """Log to standard error our lines from `level` on, and warnings of libraries.
+FORMATS = ("text", "json")
 
-    A second call only changes the level.
+
+def start_logging(process: str, level: str = "info", form: str = "text") -> None:
+    """Log to standard error our lines from `level` on, and warnings of libraries, in one of `FORMATS`.
+
+    A second call changes level and format.
     """
-    handler = logging.StreamHandler()
-    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)s {process}: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    root = logging.getLogger()
+    if not root.handlers:
+        logging.basicConfig(level=logging.WARNING, handlers=[_OwnHandler()])
+    text = f"%(asctime)s %(levelname)s {process}: %(message)s"
+    for handler in root.handlers:
+        if isinstance(handler, _OwnHandler):
+            handler.setFormatter(_JsonLine(process) if form == "json" else _OneLine(text))
     logging.getLogger("tinsmith").setLevel(level.upper())
+
+
+class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """The one whose format is ours to choose: tests and libraries may have others."""
 
 
 class _OneLine(logging.Formatter):
@@ -34,3 +47,38 @@ class _OneLine(logging.Formatter):
     def formatException(self, ei: object) -> str:  # noqa: N802
         lines = shortened(super().formatException(ei), _TRACEBACK_CHARACTERS).split("\n")  # type: ignore[arg-type]
         return "\n".join(f"  {printable(line)}" for line in lines)
+
+
+class _JsonLine(_OneLine):
+    """One JSON object of limited length: time, level, process, logger, message, and the ids that the line is about.
+
+    Of `request`, `model` and `session`, a call names the narrowest (`extra={"request": ...}`), and the others follow.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self.process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self.process,
+            "logger": record.name,
+            "message": printable(shortened(record.getMessage())),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line | _ids(record))
+
+
+def _ids(record: logging.LogRecord) -> dict[str, str]:
+    """Return the ids of a record: SESSION:train:N/SEQ is of model SESSION:train:N, of that session."""
+    named: dict[str, object] = vars(record)
+    ids: dict[str, str] = {name: str(named[name]) for name in ("request", "model", "session") if name in named}
+    owner = ids.get("request", "").rpartition("/")[0] or ids.get("model", "")
+    if ":train:" in owner:
+        ids["model"] = owner
+    if owner:
+        ids["session"] = owner.partition(":")[0]
+    return ids

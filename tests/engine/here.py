@@ -20,7 +20,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Done, Status
-from tinsmith.protocol.work import PassDone, RunPass, WorkerReady, WorkerStatus
+from tinsmith.protocol.work import PassDone, RunPass, WorkerReady
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CHECKPOINTS_DIR
 from tinsmith.store.records import CommandKind, Model, NewCommand, Outcome
@@ -94,7 +94,7 @@ class WorkerHere:
         """Whether to do nothing that needs the device, as while something takes long on it."""
         self.end: str | None = None
         """Why it has ended, once it has."""
-        self.status = Status([], [{"pid": 0, "device": "cpu", "state": "ready"}], 0, 0, 0, 0, {}, {}, {})
+        self.status = Status([], [{"pid": 0, "device": "cpu", "state": "ready", "pass_tokens": 0}], [])
         self.count, self.busy_s, self.wait_s = 1, 0.0, float("inf")
         self.start()
         self.models: dict[str, ModelFacts] = {facts.name: facts for facts in self.worker.facts()}
@@ -128,7 +128,7 @@ class WorkerHere:
                 self.work()
             except DeviceLostError as error:
                 self.die(str(error))
-        said = [message for message in self.wire.taken() if not isinstance(message, WorkerReady | WorkerStatus)]
+        said = [message for message in self.wire.taken() if not isinstance(message, WorkerReady)]
         asked = {message.number: message for message in self.passes}
         for done in (asked[message.number] for message in said if isinstance(message, PassDone)):
             self.computed.append(

@@ -121,7 +121,7 @@ def test_a_save_is_of_before_the_steps_beside_it_which_are_those_without_one(
         "queued",
         None,
     )
-    assert here.engine.scheduler.queued(MODEL) == 1
+    assert len(here.engine.scheduler.unfinished(MODEL)) == 1
     disk.is_full = fails
     disk.released.set()
     here.settle()

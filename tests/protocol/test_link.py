@@ -217,6 +217,7 @@ def test_only_a_child_that_is_to_end_with_its_parent_ends_when_that_is_gone_what
         while min(taken.values()) < 30:  # which takes more than the two seconds: as long as they are taken, both go on
             assert time.monotonic() < deadline
             for beat in parent.heartbeats():
+                assert isinstance(beat, Alive)
                 taken[beat.busy_s] += 1
             time.sleep(0.01)
         assert [ending.poll(), lasting.poll()] == [None, None]

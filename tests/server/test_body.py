@@ -25,7 +25,7 @@ from tinker.types.sample_request import SampleRequest
 from tests.server.serving import PROTOBUF, ZSTD, Served, forward_backward_body, parsers, refused
 from tinsmith.errors import UserError
 from tinsmith.server import routes
-from tinsmith.server.main import http_config
+from tinsmith.server.main import create_app, http_config
 from tinsmith.store.store import Store
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.wire.json_body import StrictModel, TolerantModel
@@ -125,7 +125,7 @@ async def test_clients_behind_a_proxy_on_this_machine_are_told_apart(
         raise UserError(session)
 
     monkeypatch.setattr(server.hub.bodies.parser, "run", noted)
-    uvicorn = http_config(server.hub)
+    uvicorn = http_config(create_app(server.hub), server.hub.config.server)
     uvicorn.load()
     server.client._transport = httpx.ASGITransport(uvicorn.loaded_app, client=(connects_from, 1))
     headers = JSON | {"X-Forwarded-For": "127.0.0.1, 198.51.100.1, 203.0.113.7"}

@@ -163,7 +163,7 @@ def _database(data_dir: Path) -> Iterator[Finding]:
 
 
 def _address(config: Config) -> Iterator[Finding]:
-    with listening(config):
+    with listening(config.server.host, config.server.port):
         yield Finding("listens on", "ok", f"{config.server.host}, port {config.server.port}")
 
 

@@ -77,6 +77,9 @@ def print_status(status: dict[str, Any], console: Console) -> None:
     console.print(
         f"tokens per second, last minute: {rates['training']:,.1f} training, {rates['sampling']:,.1f} sampling"
     )
+    shares = sorted(status.get("worker_time", {}).items(), key=lambda each: -each[1])
+    time = ", ".join(f"{share:.0%} {activity}" for activity, share in shares if share >= 0.005)
+    console.print(Text(f"time of workers, last minute: {time or 'not reported yet'}"))
     memory = ", ".join(f"{size / 2**20:,.0f} MiB {place}" for place, size in status["memory_bytes"].items())
     console.print(Text(f"engine memory: {memory or 'not reported yet'}"))
     graphs = ", ".join(f"{count:,} {kind}" for kind, count in status["graphs"].items())

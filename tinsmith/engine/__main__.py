@@ -19,6 +19,7 @@ from tinsmith.protocol.child_process import leave_signals_to_server
 from tinsmith.protocol.devices import worker_count
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
+from tinsmith.protocol.reports import Reports
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,13 @@ def main() -> int:
     heartbeat.start()
     try:
         config = from_tree(orjson.loads(sys.stdin.buffer.read()))
-        start_logging("engine", config.log_level)
+        start_logging("engine", config.log_level, config.log_format)
         workers = workers_of(config, link)
         workers.start_if_due()  # before the rest: it takes seconds to import their libraries
         workers.records.open()
-        Engine(config, link, heartbeat, workers).run(int(sys.argv[2]))
+        engine = Engine(config, link, heartbeat, workers)
+        Reports(sys.argv[1], engine.status.take).start()
+        engine.run(int(sys.argv[2]))
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
         return 2

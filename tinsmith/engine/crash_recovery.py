@@ -18,6 +18,7 @@ from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.model_state import ModelState, ModelStates
 from tinsmith.engine.outcomes import Outcomes
 from tinsmith.errors import TinsmithError
+from tinsmith.observing.metrics import MODELS_LOST, MODELS_RECOVERED
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import DeleteModel
 from tinsmith.store.records import Command
@@ -164,7 +165,8 @@ class CrashRecovery:
             self._lose(model_id, f"{self.reason}, and the model could not be brought back: {answer}")
             return True
         del self.waiting[model_id]
-        log.info("model %s is back, as its last step left it", model_id)
+        MODELS_RECOVERED.inc()
+        log.info("model %s is back, as its last step left it", model_id, extra={"model": model_id})
         return True
 
     def take_lost(self) -> dict[str, str]:
@@ -175,7 +177,8 @@ class CrashRecovery:
         return lost
 
     def _lose(self, model_id: str, reason: str) -> None:
-        log.error("model %s is lost: %s", model_id, reason)
+        log.error("model %s is lost: %s", model_id, reason, extra={"model": model_id})
+        MODELS_LOST.inc()
         self.waiting.pop(model_id, None)
         self.lost[model_id] = reason
         model, self.models[model_id].loaded = self.models.require(model_id), None

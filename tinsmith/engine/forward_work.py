@@ -10,6 +10,7 @@ import numpy as np
 
 from tinsmith.engine.passes import PASS_S, DatumOutput, ForwardOperation, Paces, Piece, next_pass
 from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
+from tinsmith.observing.metrics import PASS_ROOM, PASS_SECONDS, PASS_TOKENS, PASSES, direction_of
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Drop, PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
 from tinsmith.store.records import LOCAL, Command
@@ -244,10 +245,18 @@ class ForwardWork:
             piece.operation.in_pass.add(piece.index)
         self.order.given(number, pieces)
         first = pieces[0].operation
+        self._count(first, sum(piece.tokens for piece in pieces))
         named = [(piece.operation.command.request_id, piece.index) for piece in pieces]
         lengths = [piece.tokens for piece in pieces]
         pixels = [piece.pixels for piece in pieces] if any(piece.pixels for piece in pieces) else []
         self.send(RunPass(number, first.base_model, first.backward, named, lengths, pieces[0].together, pixels))
+
+    def _count(self, first: ForwardOperation, tokens: int) -> None:
+        labels = first.base_model, direction_of(first.backward)
+        room = self.order.paces.most_tokens(first.base_model)[first.backward]
+        PASSES.labels(*labels).inc()
+        PASS_TOKENS.labels(*labels).inc(tokens)
+        PASS_ROOM.labels(*labels).inc(max(room, tokens))
 
     # ---- What the worker says
 
@@ -278,6 +287,8 @@ class ForwardWork:
         self.of_images.discard(message.number)
         for took in message.took:
             self.order.paces.learn(*took)
+            base_model, backward, _, seconds = took
+            PASS_SECONDS.labels(base_model, direction_of(backward)).inc(seconds)
         self._share(pieces, message)
         for piece in pieces:  # those of an operation with a broken image have neither result nor failure
             piece.operation.in_pass.discard(piece.index)

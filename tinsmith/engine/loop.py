@@ -8,10 +8,13 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import get_args
 
 from tinsmith.config import Config
 from tinsmith.engine.checkpoints import CheckpointRows
@@ -23,9 +26,11 @@ from tinsmith.engine.scheduler import OperationScheduler
 from tinsmith.engine.unloading import CANCELLED
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, StoreUnavailableError, reported
+from tinsmith.observing.metrics import ENGINE, QUEUE_AGE, QUEUED, WORKER_RESTARTS, numbers
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.reports import pause_s
 from tinsmith.protocol.serving import (
     Bye,
     CancelSample,
@@ -47,46 +52,60 @@ from tinsmith.protocol.serving import (
 from tinsmith.protocol.work import WorkerReady
 from tinsmith.store.database import BUSY_S
 from tinsmith.store.files import KEPT_DIR, CheckpointFiles
-from tinsmith.store.records import Outcome
+from tinsmith.store.records import Command, CommandKind, Outcome
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
 
-# Tells the server what engine and workers do, for `tinsmith status`.
+KINDS = get_args(CommandKind)
 
-STATUS_S = 1.0
-"""Least time between two reports."""
+# Looks what engine and workers do, for the reports to the server.
 
 
 @dataclass(eq=False)
-class StatusReporter:
-    """Sends a `Status` when it is time and something has changed."""
+class StatusBoard:
+    """Has a new `Status` for the thread of the `Reports` whenever one is due."""
 
     scheduler: OperationScheduler
     workers: WorkerGroup
-    send: Callable[[Message], None]
-    reported: Status | None = None
+    latest: Status | None = None
     due_at: float = 0.0
 
-    def report(self) -> None:
-        """Report what is due; call it often."""
+    def take(self) -> Status | None:
+        """Return what was noted last, once; for another thread."""
+        taken, self.latest = self.latest, None
+        return taken
+
+    def note(self) -> None:
+        """Note what engine and workers do, if that is due; call it often."""
         if (now := time.monotonic()) < self.due_at:
             return
-        self.due_at = now + STATUS_S
         scheduler = self.scheduler
+        unfinished = {model_id: scheduler.unfinished(model_id) for model_id in scheduler.models}
+        self._count(chain.from_iterable(unfinished.values()))
         models = [
             {
                 "model_id": model_id,
                 "base_model": model.base_model,
-                "queued": scheduler.queued(model_id),
+                "queued": len(unfinished[model_id]),
                 "trained_tokens": scheduler.models[model_id].trained_tokens,
             }
             for model_id, model in scheduler.models.loaded.items()
         ]
-        status = replace(self.workers.status, models=models, trained_tokens=scheduler.outcomes.trained_tokens)
-        if status != self.reported:
-            self.reported = status
-            self.send(status)
+        of_workers = self.workers.status
+        self.latest = replace(of_workers, models=models, numbers=[*numbers(ENGINE), *of_workers.numbers])
+        self.due_at = time.monotonic() + pause_s(time.monotonic() - now)
+
+    def _count(self, commands: Iterable[Command]) -> None:
+        """Count operations by kind, and find the oldest of each."""
+        now = time.time()
+        queued, since = Counter[str](), dict[str, float]()
+        for command in commands:
+            queued[command.kind] += 1
+            since[command.kind] = min(command.created_at, since.get(command.kind, now))
+        for kind in KINDS:
+            QUEUED.labels(kind).set(queued[kind])
+            QUEUE_AGE.labels(kind).set(now - since.get(kind, now))
 
 
 # The end of the training half when the server stops: what the workers compute is finished, then all models are saved.
@@ -182,7 +201,7 @@ class Engine:
         self.recorder = Recorder(self.store, self._recorded, config.training.max_unrecorded_mib * 2**20)
         self.scheduler = OperationScheduler(config, workers.count, operations, self.recorder.record, workers.send)
         self.log_reader = LogReader(self.store, self.scheduler)
-        self.status = StatusReporter(self.scheduler, workers, link.send)
+        self.status = StatusBoard(self.scheduler, workers)
         self.lost: dict[str, str] = {}
         """Models that ended with a worker, and why, until that is in the log."""
         self.returning: dict[str, str] = {}
@@ -267,7 +286,7 @@ class Engine:
         self.scheduler.fail_overdue()
         if self._may_train:
             self.scheduler.turn()
-        self.status.report()
+        self.status.note()
 
     @property
     def has_lost(self) -> bool:
@@ -311,6 +330,7 @@ class Engine:
         if not self.workers.models:
             raise ConfigError(f"{reason} before it could take work; its output above says why")
         log.error("%s; another is started in %.0f s", reason, self.workers.wait_s)
+        WORKER_RESTARTS.inc()
         self.scheduler.crash_recovery.workers_ended(reason)
         self.lost |= self.scheduler.crash_recovery.take_lost()
         self.returning |= dict.fromkeys(self.scheduler.crash_recovery.waiting, reason)

@@ -162,7 +162,7 @@ class DatabaseWaits:
     backoff: Backoff = field(default_factory=Backoff)
 
     def put_off(self, model_id: str, error: StoreUnavailableError) -> None:
-        log.warning("model %s waits for the database: %s", model_id, error)
+        log.warning("model %s waits for the database: %s", model_id, error, extra={"model": model_id})
         self.models[model_id].is_put_off = True
         self.try_later()
 
@@ -277,7 +277,7 @@ class StepwiseOperations:
         )
         state.save_again_at = time.monotonic() + SAVE_AGAIN_S
         then = "and the server stops" if self.stops else f"stays loaded, and is tried again in {SAVE_AGAIN_S:.0f} s"
-        log.error("model %s cannot be saved, %s: %s", running.model_id, then, error)
+        log.error("model %s cannot be saved, %s: %s", running.model_id, then, error, extra={"model": running.model_id})
 
     def try_again(self) -> list[ModelState]:
         """Go on with what waits for the database; returns the models that were put off."""

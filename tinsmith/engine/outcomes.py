@@ -12,6 +12,7 @@ import orjson
 from tinsmith.engine.model_state import Ended, ModelStates, Running
 from tinsmith.engine.passes import ForwardOperation
 from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
+from tinsmith.observing.metrics import OPERATION_SECONDS, OPERATIONS, TRAINED_TOKENS
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.store.records import Command, Outcome
 from tinsmith.store.store import Store
@@ -26,7 +27,6 @@ class Outcomes:
 
     models: ModelStates
     record: Callable[[list[Outcome]], None]
-    trained_tokens: int = 0
     gpu_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of devices by model, until the next outcome of the model takes them along."""
     suspects: set[str] = field(default_factory=set)
@@ -42,12 +42,12 @@ class Outcomes:
         self.suspects -= {operation.command.request_id for operation in encoded}
         for operation in encoded:
             if operation.backward:
-                self.trained_tokens += operation.tokens
+                TRAINED_TOKENS.labels(operation.base_model).inc(operation.tokens)
                 if (state := self.models.get(operation.command.model_id)) is not None:
                     state.trained_tokens += operation.tokens
                     if state.loaded is not None:
                         state.loaded.added_seq = operation.command.seq_id
-            _log_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
+            _tell_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
 
     def ended(self, command: Command, running: Running, ended: Ended) -> None:
         """Record the result of an operation that is no forward work."""
@@ -55,7 +55,7 @@ class Outcomes:
         result, seconds = orjson.dumps(ended.result), self._unpaid(command.model_id)
         self.record([Outcome(command.request_id, result, "json", None, None, ended.resolved, gpu_seconds=seconds)])
         metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
-        _log_finished(command, running.started_at, tokens=0, detail=metrics)
+        _tell_finished(command, running.started_at, tokens=0, detail=metrics)
 
     def fail(self, command: Command, error: TinsmithError, touches_step: bool = True) -> None:
         """Record a failure.
@@ -71,7 +71,15 @@ class Outcomes:
             self.models.after_failure(command, str(error))
         seconds = self._unpaid(command.model_id)
         self.record([Outcome(command.request_id, None, None, str(error), error.category, gpu_seconds=seconds)])
-        log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
+        OPERATIONS.labels(command.kind, error.category).inc()
+        log.warning(
+            "failed model=%s seq_id=%d kind=%s: %s",
+            command.model_id,
+            command.seq_id,
+            command.kind,
+            error,
+            extra={"request": command.request_id},
+        )
 
     def _unpaid(self, model_id: str) -> float:
         """Seconds of devices for passes of a model that no outcome has yet."""
@@ -88,12 +96,16 @@ def _outcome(operation: ForwardOperation) -> Outcome:
     return Outcome(operation.command.request_id, result, "protobuf", None, None, tokens=operation.tokens)
 
 
-def _log_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
-    """Log an operation's tokens, outcome, duration since monotonic `started_at`, and how long it had waited.
+def _tell_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
+    """Log and count an operation's tokens, outcome, duration since monotonic `started_at`, and how long it had waited.
 
     The wait is counted by the clock, which two processes share and somebody may have set.
     """
     seconds = time.monotonic() - started_at
+    queued_s = max(0.0, time.time() - seconds - command.created_at)
+    OPERATIONS.labels(command.kind, "ok").inc()
+    OPERATION_SECONDS.labels(command.kind, "queued").observe(queued_s)
+    OPERATION_SECONDS.labels(command.kind, "run").observe(seconds)
     log.info(
         "model=%s seq_id=%d kind=%s tokens=%d %s seconds=%.3f queued=%.3f",
         *(
@@ -103,8 +115,9 @@ def _log_finished(command: Command, started_at: float, tokens: int, detail: str)
             tokens,
             detail,
             seconds,
-            max(0.0, time.time() - seconds - command.created_at),
+            queued_s,
         ),
+        extra={"request": command.request_id},
     )
 
 

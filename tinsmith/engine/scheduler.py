@@ -78,11 +78,12 @@ class OperationScheduler:
                 self._tenants[session_id] = self.operations.store.tenant_of(session_id)
         return self._tenants.get(session_id, LOCAL)
 
-    def queued(self, model_id: str) -> int:
-        """Return the number of a model's unfinished operations."""
+    def unfinished(self, model_id: str) -> list[Command]:
+        """Return a model's operations that have not ended."""
         state = self.models[model_id]
-        begun = [each for each in state.begun if each.command is not None]
-        return len(self.forward.operations.get(model_id, ())) + len(begun) + len(state.queue.held)
+        begun = [each.command for each in state.begun if each.command is not None]
+        forward = [each.command for each in self.forward.operations.get(model_id, ())]
+        return [*forward, *begun, *state.queue.held.values()]
 
     @property
     def wait_s(self) -> float:

@@ -86,21 +86,16 @@ class WorkerGroup:
     @property
     def status(self) -> Status:
         """Status of all workers together, for an engine that says the rest."""
-        of_workers = [worker.status for worker in self.workers]
-        return Status(
-            models=[],
-            workers=[
-                {"pid": each.pid, "device": _device_of(each), "state": each.state, "pass_tokens": tokens}
-                for each, tokens in zip(self.workers, self._pass_tokens, strict=True)
-            ],
-            running_samples=sum(each.running_samples for each in of_workers),
-            waiting_samples=sum(each.waiting_samples for each in of_workers),
-            trained_tokens=0,
-            sampled_tokens=sum(worker.sampled_tokens for worker in self.workers),
-            memory=_sums([each.memory for each in of_workers]),
-            graphs=_sums([each.graphs for each in of_workers]),
-            paging=_sums([each.paging for each in of_workers]),
-        )
+        described = [
+            {"pid": each.pid, "device": _device_of(each), "state": each.state, "pass_tokens": tokens}
+            for each, tokens in zip(self.workers, self._pass_tokens, strict=True)
+        ]
+        counted = [
+            (name, labels | {"worker": str(rank)}, value)
+            for rank, each in enumerate(self.workers)
+            for name, labels, value in each.numbers
+        ]
+        return Status(models=[], workers=described, numbers=counted)
 
     @property
     def _runs(self) -> bool:
@@ -239,8 +234,3 @@ def _common(facts: Sequence[ModelFacts]) -> ModelFacts:
     """Return the facts of a base model that hold on all workers."""
     trained, sampled = min(each.max_trained for each in facts), min(each.max_sampled for each in facts)
     return replace(facts[0], max_trained=trained, max_sampled=sampled)
-
-
-def _sums(of_workers: Sequence[dict[str, int]]) -> dict[str, int]:
-    names = dict.fromkeys(name for each in of_workers for name in each)
-    return {name: sum(each.get(name, 0) for each in of_workers) for name in names}

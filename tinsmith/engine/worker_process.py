@@ -11,6 +11,7 @@ import psutil
 
 from tinsmith.config import Config, ServerConfig
 from tinsmith.engine.launching import Launcher, WorkerProgram, WorkerStart
+from tinsmith.observing.metrics import Number
 from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, next_delay_s
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
@@ -21,8 +22,6 @@ from tinsmith.protocol.serving import Alive, Bye, Shutdown
 from tinsmith.protocol.work import WorkerReady, WorkerStatus
 
 log = logging.getLogger(__name__)
-
-NO_STATUS = WorkerStatus(0, 0, 0, {}, {}, {})
 
 WORKER = (sys.executable, "-P", "-m", "tinsmith.worker")
 """The program that a worker is."""
@@ -149,8 +148,8 @@ class WorkerProcess:
         self.state: Literal["starting", "ready", "down"] = "down"
         self.device = ""
         self.models: dict[str, ModelFacts] = {}
-        self.status = NO_STATUS
-        self.sampled_before = 0
+        self.numbers: list[Number] = []
+        """What it counted at its last report; nothing of one that has ended."""
         self.liveness = Liveness(config.server)
         self.fault = ""
         """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
@@ -170,10 +169,6 @@ class WorkerProcess:
     @property
     def pid(self) -> int | None:
         return None if self.process is None else self.process.pid
-
-    @property
-    def sampled_tokens(self) -> int:
-        return self.sampled_before + self.status.sampled_tokens
 
     @property
     def wait_s(self) -> float:
@@ -203,7 +198,10 @@ class WorkerProcess:
         if self.link is None:
             return []
         for beat in self.link.heartbeats():
-            self.liveness.beat(beat)
+            if isinstance(beat, Alive):
+                self.liveness.beat(beat)
+            elif isinstance(beat, WorkerStatus):
+                self.numbers = beat.numbers
         messages: list[Message] = []
         for message in self.link.receive():
             match message:
@@ -212,8 +210,6 @@ class WorkerProcess:
                     self.device = message.device
                     self.models = {facts.name: facts for facts in (ModelFacts(**model) for model in message.models)}
                     messages.append(message)
-                case WorkerStatus():
-                    self.status = message
                 case Bye():
                     self.fault, self.follows = message.reason, message.follows
                 case _:
@@ -256,7 +252,7 @@ class WorkerProcess:
         reason = f"the worker process ended unexpectedly ({self.fault or self.process.fault or exit_text(exit_code)})"
         self._close_link()
         self.state, self.liveness = "down", Liveness(self.config.server)
-        self.sampled_before, self.status = self.sampled_tokens, NO_STATUS
+        self.numbers = []
         self._delay_s = next_delay_s(self._delay_s, self._was_ready)
         self._start_at = time.monotonic() + self._delay_s
         return reason

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tinsmith.errors import TinsmithError
 from tinsmith.kernels.dispatch import has_triton
+from tinsmith.observing.metrics import WORKER_TIME
 
 THREADS = 16
 """Variants that are compiled at a time, at most; as many as the machine has processors, if these are fewer."""
@@ -44,7 +45,7 @@ def compile_ahead(what: str, rehearse: Callable[[], object]) -> None:
         return
     began = time.monotonic()
     try:
-        with _rehearsal() as variants:
+        with WORKER_TIME.during("compiling"), _rehearsal() as variants:
             rehearse()
     except UNFIT as error:
         log.info("kernels are compiled when they are needed, which takes longer: a rehearsal failed: %s", error)

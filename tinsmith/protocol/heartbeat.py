@@ -34,8 +34,8 @@ from tinsmith.protocol.serving import Alive
 SIGN = 0.02
 """CPU share above which a process counts as working, beside that of threads that do not count."""
 
-APART = ("heartbeat", "vllm")
-"""Threads whose CPU use is no sign: the one that looks, and the one for vLLM servers, for which nobody waits."""
+APART = ("heartbeat", "reports", "vllm")
+"""Threads whose CPU use is no sign: those that look and report, and the one for vLLM servers: nobody waits for them."""
 
 _THREADS = Path("/proc/self/task")
 """Threads of this process, on Linux."""
@@ -193,6 +193,17 @@ _FORGOTTEN_S = 300.0
 """Seconds without a heartbeat sent after which a parent on another host is gone, or has given this process up."""
 
 
+def beside_socket(address: str, keys: ChildKeys | None) -> "zmq.Socket[bytes]":
+    """Connect a thread to the parent's heartbeat address; at most `_UNREAD` messages wait for the parent."""
+    socket = zmq.Context().socket(zmq.PUSH)
+    socket.set_hwm(_UNREAD)
+    socket.setsockopt(zmq.LINGER, 0)
+    if keys is not None:
+        keys.show(socket)
+    socket.connect(address)
+    return socket
+
+
 class Heartbeat:
     """The heartbeats of this process, from `start` on until the process ends."""
 
@@ -223,12 +234,7 @@ class Heartbeat:
         self._busy_since = None
 
     def _run(self) -> None:
-        socket = zmq.Context().socket(zmq.PUSH)
-        socket.set_hwm(_UNREAD)
-        socket.setsockopt(zmq.LINGER, 0)
-        if self._keys is not None:
-            self._keys.show(socket)
-        socket.connect(self._address)
+        socket = beside_socket(self._address, self._keys)
         progress = Progress()
         refused_since: float | None = None
         while True:

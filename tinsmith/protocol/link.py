@@ -24,7 +24,6 @@ from tinsmith.protocol.gate import ChildKeys, Gate
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.place import listening_at
-from tinsmith.protocol.serving import Alive
 
 _LINGER_MS = 1000
 """Milliseconds that closing a socket may wait for its last message to leave."""
@@ -196,8 +195,9 @@ class ParentLink:
     def receive(self) -> list[Message]:
         return list(_arrived(self._socket))
 
-    def heartbeats(self) -> list[Alive]:
-        return [message for message in _arrived(self._heartbeats) if isinstance(message, Alive)]
+    def heartbeats(self) -> list[Message]:
+        """Return what the child's threads beside its loop have sent: `Alive` and reports."""
+        return list(_arrived(self._heartbeats))
 
     def send(self, message: Message) -> None:
         """Queue a message to the child. What is sent to one that has died is dropped: its watcher fails what it had."""
@@ -232,10 +232,9 @@ class ServerLink:
     async def receive(self) -> Message:
         return Message.from_frames(await self._socket.recv_multipart())
 
-    async def receive_heartbeat(self) -> Alive:
-        message = Message.from_frames(await self._heartbeats.recv_multipart())
-        assert isinstance(message, Alive)
-        return message
+    async def receive_heartbeat(self) -> Message:
+        """Return what the child's threads beside its loop send next: `Alive` or a report."""
+        return Message.from_frames(await self._heartbeats.recv_multipart())
 
     async def send(self, message: Message) -> None:
         """Queue a message to the child. Raises EngineUnavailableError if none is connected."""

@@ -8,6 +8,7 @@ Nothing here is needed to recover data: what must last is in the store.
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from tinsmith.observing.metrics import Number
 from tinsmith.protocol.messages import Message
 from tinsmith.store import ids
 from tinsmith.store.records import LOCAL, Category, Outcome
@@ -179,23 +180,14 @@ class SampleFailed(Message):
 
 @dataclass(frozen=True)
 class Status(Message):
-    """Status of the engine. Sent at most once a second, and only when something changed."""
+    """Status of engine and workers, sent as a report (`reports.py`)."""
 
     models: list[dict[str, Any]]
     """model_id, base_model, queued (operations) and trained_tokens of each loaded model."""
     workers: list[dict[str, Any]]
     """pid, device, state and pass_tokens of each worker."""
-    running_samples: int
-    waiting_samples: int
-    trained_tokens: int
-    """Since the engine started, as `sampled_tokens`."""
-    sampled_tokens: int
-    memory: dict[str, int]
-    """Bytes that the workers hold, by place."""
-    graphs: dict[str, int]
-    """Graphs that the workers have captured since they started, by kind."""
-    paging: dict[str, int]
-    """LoRA models on devices and in host memory, and how they moved; empty where they never do."""
+    numbers: list[Number]
+    """All that the engine and, with the label `worker`, each worker counts (`observing/metrics.py`)."""
 
 
 @dataclass(frozen=True)

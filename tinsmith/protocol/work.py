@@ -15,6 +15,7 @@ from typing import Any
 
 from tinsmith import errors
 from tinsmith.errors import TinsmithError
+from tinsmith.observing.metrics import Number
 from tinsmith.protocol.messages import Message
 
 
@@ -293,17 +294,9 @@ class DropFiles(Message):
 
 @dataclass(frozen=True)
 class WorkerStatus(Message):
-    """Status of a worker. Sent at most once a second, and only when something changed."""
+    """All that a worker counts (`observing/metrics.py`), sent as a report (`reports.py`)."""
 
-    running_samples: int
-    waiting_samples: int
-    sampled_tokens: int
-    """Since the worker started."""
-    memory: dict[str, int]
-    graphs: dict[str, int]
-    """Graphs captured since the worker started, by kind; a number that keeps growing says that time is lost."""
-    paging: dict[str, int]
-    """`StatePager.facts`."""
+    numbers: list[Number]
 
 
 Call = CreateModel | OptimStep | TakeSnapshot | SaveModel | ExportModel | LoadModel

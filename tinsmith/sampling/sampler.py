@@ -118,6 +118,11 @@ class Sampler(Protocol):
         ...
 
     @property
+    def places(self) -> int:
+        """Most sequences that run at once."""
+        ...
+
+    @property
     def room(self) -> int:
         """Number of further sequences that need not wait. More are accepted."""
         ...

@@ -51,9 +51,9 @@ async def drop_body(request: Request, max_bytes: int) -> None:
 class LargeBodies:
     """Reads bodies of megabytes, many at once, without keeping small requests waiting."""
 
-    def __init__(self, is_session: Callable[[str], bool] = bool) -> None:
+    def __init__(self, is_session: Callable[[str], bool] = bool, log_format: str = "text") -> None:
         """Make it in the event loop's thread. `is_session` tells real session ids: made-up ones share one turn."""
-        self.parser = ParserProcess()
+        self.parser = ParserProcess(log_format)
         self._is_session = is_session
         self._waiting: deque[asyncio.Future[None]] = deque()
         """Bodies waiting to be read on, the longest waiting first."""

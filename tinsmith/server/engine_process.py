@@ -18,10 +18,11 @@ import zmq
 
 from tinsmith.config import Config, to_tree
 from tinsmith.errors import ConfigError, EngineUnavailableError, StoreUnavailableError, reported
+from tinsmith.observing.metrics import ENGINE_RESTARTS
 from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, next_delay_s
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Bye, Ready, Recovering, Saving, Shutdown, Starting
+from tinsmith.protocol.serving import Alive, Bye, Ready, Recovering, Saving, Shutdown, Starting
 from tinsmith.server.waiters import set_within
 
 log = logging.getLogger(__name__)
@@ -183,6 +184,7 @@ class EngineProcess:
             happened = f"the engine process ended unexpectedly ({self._fault or exit_text(exit_code)})"
             if not ever_ready:
                 raise ConfigError(f"{happened} before it could take work; its output above says why")
+            ENGINE_RESTARTS.inc()
             delay_s = next_delay_s(delay_s, was_ready)
             self.reason = f"{happened}; it is restarted in {delay_s:.0f} s"
             log.error(self.reason)
@@ -281,13 +283,22 @@ class EngineProcess:
 
     async def _listen(self, link: ServerLink) -> None:
         while True:
-            self.busy_s = (await link.receive_heartbeat()).busy_s
+            beat = await link.receive_heartbeat()
+            if not isinstance(beat, Alive):
+                self._take_report(beat)
+                continue
+            self.busy_s = beat.busy_s
             self._beaten = True
             if self.state == "starting":
                 self.reason = self._progress.text
             elif self.state == "silent":
                 self.state, self.reason = "ready", ""
                 log.info("the engine shows signs of life again")
+
+    def _take_report(self, report: Message) -> None:
+        """Take in what the engine counts. What is wrong with it harms nothing else."""
+        with reported(Exception, partial(log.error, "a report of the engine could not be read: %r")):
+            self._on_message(report)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Notice that the process is silent, and in the end kill it.

@@ -129,7 +129,7 @@ class Hub:
         self.base_models = BaseModels()
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
-        self.bodies = LargeBodies(self.lifetimes.knows)
+        self.bodies = LargeBodies(self.lifetimes.knows, config.log_format)
         self.queued = QueuedOperations(config.server)
         self._places = private_places(config, data_dir)
         self._known_models: LRUCache[str, str] = LRUCache(_KNOWN_MODELS)

@@ -136,7 +136,7 @@ async def keep_up(lifetimes: Lifetimes, on_session_end: Callable[[str], Awaitabl
         await asyncio.sleep(lifetimes.round_s)
         with failing_into(partial(_log, "idle sessions could not be ended")):
             async for session_id in lifetimes.end_idle_sessions():
-                log.info("session %s has ended: no sign of life", session_id)
+                log.info("session %s has ended: no sign of life", session_id, extra={"session": session_id})
                 with failing_into(partial(_log, f"the models of session {session_id} could not be unloaded")):
                     await on_session_end(session_id)
         with failing_into(partial(_log, "old results could not be dropped")):

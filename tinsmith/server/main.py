@@ -28,7 +28,8 @@ from tinsmith.server.http_protocol import Origins, http_protocol
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
 from tinsmith.server.replies import add_error_replies
-from tinsmith.server.routes import catalog, checkpoints, downloads, futures, sampling, service, training, usage
+from tinsmith.server.routes import catalog, checkpoints, downloads, futures, metrics, sampling, service, training, usage
+from tinsmith.server.routes.metrics import metrics_app
 from tinsmith.store.disk import only_user
 from tinsmith.store.keys import list_keys
 from tinsmith.store.store import Store
@@ -41,12 +42,13 @@ log = logging.getLogger(__name__)
 def create_app(hub: Hub) -> FastAPI:
     """The application that serves `hub`."""
     app = FastAPI(title="Tinsmith", openapi_url=None)
-    app.state.hub = hub
+    app.state.hub, app.state.is_for_metrics = hub, False
     app.add_middleware(Origins, listens_on=hub.config.server.host, allowed_hosts=hub.config.server.allowed_hosts)
     add_error_replies(app)
     # Routes are tried in order: those that every step and every sample takes come first.
     for routes in (futures, training, sampling, service, catalog, checkpoints, downloads, usage):
         app.include_router(routes.router, prefix=PREFIX, dependencies=[Depends(admit)])
+    app.include_router(metrics.router)
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     app.add_api_route("/{path:path}", _not_built, methods=methods, dependencies=[Depends(admit)])
     return app
@@ -91,15 +93,17 @@ def warm_up(config: Config) -> float:
 
 
 def _run(config: Config, until_ready: bool) -> None:
-    start_logging("server", config.log_level)
+    start_logging("server", config.log_level, config.log_format)
     if not config.base_models:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
     _allow_open_files()
     require_usable_tls(config.server)
     data_dir = Path(config.data_dir)
     keep_bytes = config.server.kept_operations_mib * 2**20
+    server = config.server
     with (
-        listening(config) as listener,
+        listening(server.host, server.port) as listener,
+        _listening_for_metrics(server.metrics_address) as for_metrics,
         contextlib.closing(Store.open(data_dir, keep_bytes=keep_bytes)) as store,
         only_user(data_dir) as alone,
     ):
@@ -107,7 +111,7 @@ def _run(config: Config, until_ready: bool) -> None:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
         _require_keys_or_loopback(config, listener, store)
-        signals = uvloop.run(_serve(config, listener, store, data_dir, until_ready))
+        signals = uvloop.run(_serve(config, listener, for_metrics, store, data_dir, until_ready))
     if len(signals) > 1 or (signals and until_ready):
         raise SystemExit(128 + signals[-1])
 
@@ -134,9 +138,8 @@ def require_usable_tls(server: ServerConfig) -> None:
 
 
 @contextlib.contextmanager
-def listening(config: Config) -> Iterator[socket.socket]:
-    """A socket at the server's address. Raises ConfigError."""
-    host, port = config.server.host, config.server.port
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket at this address. Raises ConfigError."""
 
     def why_not(error: OSError) -> str:
         used = error.errno == errno.EADDRINUSE
@@ -154,6 +157,19 @@ def listening(config: Config) -> Iterator[socket.socket]:
         yield listener
 
 
+@contextlib.contextmanager
+def _listening_for_metrics(address: str) -> Iterator[socket.socket | None]:
+    """A socket at HOST:PORT; None without an address. Raises ConfigError."""
+    if not address:
+        yield None
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"metrics_address={address!r} is not HOST:PORT; give it as --metrics-address 127.0.0.1:9100")
+    with listening(host.strip("[]"), int(port)) as listener:
+        yield listener
+
+
 class _HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers, which would end the process before the engine."""
 
@@ -162,11 +178,10 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def http_config(hub: Hub) -> uvicorn.Config:
-    """The uvicorn configuration for `hub`."""
-    server = hub.config.server
+def http_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
+    """The uvicorn configuration for an application."""
     return uvicorn.Config(
-        create_app(hub),
+        app,
         http=http_protocol(server.max_header_kib, server.connection_idle_s),
         ws="none",
         # Behind a proxy on this machine clients have an address each. A process here may lie, but can keep the
@@ -183,10 +198,18 @@ def http_config(hub: Hub) -> uvicorn.Config:
     )
 
 
-async def _serve(config: Config, listener: socket.socket, store: Store, data_dir: Path, until_ready: bool) -> list[int]:
+async def _serve(
+    config: Config,
+    listener: socket.socket,
+    for_metrics: socket.socket | None,
+    store: Store,
+    data_dir: Path,
+    until_ready: bool,
+) -> list[int]:
     """Serve until a signal, or until the engine is ready; returns the signals that came."""
     hub = Hub(config, store, data_dir)
-    http = _HttpServer(http_config(hub))
+    http = _HttpServer(http_config(create_app(hub), config.server))
+    beside = _HttpServer(http_config(metrics_app(hub), config.server))
     stop = asyncio.Event()
     signals: list[int] = []
 
@@ -211,17 +234,22 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup it is ignored
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     _announce(config, listener)
+    if for_metrics is not None:
+        log.info("metrics at %s/metrics", _url(for_metrics, config.server))
     engine_task = asyncio.create_task(hub.engine.run())
     hub.bodies.parser.start()
     http_task = asyncio.create_task(http.serve([listener]))
+    beside_task = None if for_metrics is None else asyncio.create_task(beside.serve([for_metrics]))
     stop_task = asyncio.create_task(stop.wait())
     lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
     ready_task = [asyncio.create_task(hub.engine.ready.wait())] if until_ready else []
     await asyncio.wait([engine_task, http_task, stop_task, *ready_task], return_when=asyncio.FIRST_COMPLETED)
-    http.should_exit = True
+    http.should_exit = beside.should_exit = True
     hub.waiters.close()
     await hub.engine.stop()
     await http_task
+    if beside_task is not None:
+        await beside_task
     for waiting in (stop_task, *ready_task):
         waiting.cancel()
     lifetimes_task.cancel()
@@ -236,10 +264,12 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
 
 
 def _announce(config: Config, listener: socket.socket) -> None:
+    log.info("listening on %s, data in %s", _url(listener, config.server), config.data_dir)
+
+
+def _url(listener: socket.socket, server: ServerConfig) -> str:
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    scheme = "https" if config.server.tls_cert else "http"
-    log.info("listening on %s://%s:%d, data in %s", scheme, shown, port, config.data_dir)
+    return f"{'https' if server.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _require_keys_or_loopback(config: Config, listener: socket.socket, store: Store) -> None:

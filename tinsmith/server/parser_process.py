@@ -45,8 +45,9 @@ Result = TypeVar("Result")
 class ParserProcess:
     """The server's end, for one event loop. One thread talks to the process, one body after the other."""
 
-    def __init__(self) -> None:
-        """Nothing runs yet: the process starts with `start`, or with the first body."""
+    def __init__(self, log_format: str = "text") -> None:
+        """Nothing runs yet: the process, whose log is in that format, starts with `start`, or with the first body."""
+        self._log_format = log_format
         self._waiting: dict[str, Turns[asyncio.Future[None]]] = {}
         """Bodies whose turn has not come, by client; the first client is next."""
         self._busy = False
@@ -122,7 +123,8 @@ class ParserProcess:
         if self._socket is None:
             self._socket, theirs = socket.socketpair()
             with theirs:
-                command = [sys.executable, "-P", "-m", "tinsmith.server.parser_process", str(theirs.fileno())]
+                arguments = str(theirs.fileno()), self._log_format
+                command = [sys.executable, "-P", "-m", "tinsmith.server.parser_process", *arguments]
                 # A process group of its own: Ctrl-C in a terminal is for the server, which then ends this process.
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
@@ -209,7 +211,7 @@ def _answer(job: bytes | bytearray, body: bytes) -> bytes:
 def main() -> None:
     """Answer the server at the socket of the given descriptor, until it is closed."""
     leave_signals_to_server()
-    start_logging("parser")
+    start_logging("parser", form=sys.argv[2])
     os.nice(_NICE)
     for module in _NEEDED:
         importlib.import_module(module)

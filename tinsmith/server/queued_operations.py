@@ -36,6 +36,11 @@ class QueuedOperations:
         self._ended: LRUCache[str, int] = LRUCache(_KNOWN_MODELS)
         """The highest seq_id of each model that has ended."""
 
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return self._of_session.total()
+
     def admit(self, model_id: str, seq_id: int, size: int, key: ApiKey | None = None) -> bool:
         """Count an operation of `size` bytes, sent with this key.
 
@@ -52,7 +57,7 @@ class QueuedOperations:
         # A save may end after what comes behind it, which does not wait for it.
         first = min((queued for queued in self._of_model.get(model_id, ()) if queued > ended), default=0)
         if seq_id >= first:
-            self._check("all sessions have", self._of_session.total(), size, self._limits[0], "max_queued_mib")
+            self._check("all sessions have", self.size, size, self._limits[0], "max_queued_mib")
         if seq_id >= first and first <= ended + 1:
             self._check(
                 f"session {session_id} has",

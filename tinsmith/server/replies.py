@@ -29,6 +29,7 @@ from tinsmith.errors import (
     TinsmithError,
     UserError,
 )
+from tinsmith.observing.metrics import REFUSALS
 from tinsmith.wire.compression import TooLargeError
 
 log = logging.getLogger(__name__)
@@ -133,8 +134,15 @@ async def _reply_to_known(request: Request, error: Exception) -> Response:
     if isinstance(error, BackpressureError | StoreUnavailableError):
         wait_s = error.retry_after_s if isinstance(error, BackpressureError) else RETRY_AFTER_S
         headers = {"Retry-After": str(math.ceil(wait_s))}
+    REFUSALS.labels(_reason_of(error), str(status)).inc()
     detail = request.app.state.hub.told(str(error), "user" if isinstance(error, UserError) else "server")
     return json_reply({"detail": detail}, status, headers)
+
+
+def _reason_of(error: Exception) -> str:
+    """Return the class of an error as a label: `backpressure` for a BackpressureError."""
+    words = re.findall("[A-Z][a-z]*", type(error).__name__.removesuffix("Error"))
+    return "_".join(words).lower()
 
 
 async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:
@@ -143,5 +151,6 @@ async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:
 
 
 async def _reply_to_unknown(_request: Request, error: Exception) -> Response:
+    REFUSALS.labels("internal", "500").inc()
     # The traceback is in the server's log: the web framework raises the exception again after this reply.
     return json_reply({"detail": f"internal error of the server: {type(error).__name__}; see its log"}, 500)

@@ -86,6 +86,7 @@ class PendingSample:
     digest: bytes = b""
     outcome: SampleDone | SampleFailed | None = None
     """None while it runs."""
+    accepted_at: float = field(default_factory=time.monotonic, init=False)
     finished_bytes: int = field(default=0, init=False)
     """Bytes of its result once it has finished."""
 
@@ -150,6 +151,12 @@ class SampleBook:
         """Monotonic time until which each result is kept that was not fetched, in the order in which they came."""
         self._fetched: dict[str, float] = {}
         """The same of fetched results, in the order in which they were sent."""
+
+    @property
+    def unfinished(self) -> tuple[int, float | None]:
+        """Number of sequences, and the monotonic time at which the oldest request was accepted; None without any."""
+        since = (sample.accepted_at for sample in self._samples.values() if sample.outcome is None)
+        return self._unfinished_totals[0], next(since, None) if self._unfinished_totals[0] else None
 
     def find(self, request_id: str) -> PendingSample | None:
         self._drop_expired()

@@ -29,6 +29,11 @@ class Waiters(Generic[Ended]):
         self._running: set[str] = set()
         self._closed = False
 
+    @property
+    def count(self) -> int:
+        """Number of polls that wait."""
+        return sum(map(len, self._polls.values()))
+
     def expect(self, request_id: str) -> None:
         """Note that the engine will report this request: until then polls need not read the store."""
         self._running.add(request_id)

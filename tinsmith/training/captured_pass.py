@@ -22,6 +22,7 @@ from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.decoder import AttentionBlock, Decoder
 from tinsmith.models.lora import Adapter, AdapterForm, Segment
 from tinsmith.models.packed_lora import SegmentAdapters
+from tinsmith.observing.metrics import WORKER_TIME
 
 log = logging.getLogger(__name__)
 
@@ -316,7 +317,8 @@ class CapturedPasses:
             if kind.adapter not in self.frames:
                 self.frames[kind.adapter] = Frame(self.base, adapter)
             assert self.base.decoder is not None
-            made = _captured(self.base.decoder, kind, self.frames[kind.adapter], adapter, self.record)
+            with WORKER_TIME.during("compiling"):
+                made = _captured(self.base.decoder, kind, self.frames[kind.adapter], adapter, self.record)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             log.warning("passes of %d tokens run without a CUDA graph, which is slower: %s", kind.tokens, reason)

@@ -21,6 +21,7 @@ from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.questions import Questions
+from tinsmith.protocol.reports import Reports
 from tinsmith.protocol.serving import Bye, Starting
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ def main() -> int:
     name = "worker" if place.count == 1 else f"worker {place.rank}"
     start_logging(name)
     config, keys = read_start(sys.stdin.buffer)
+    start_logging(name, config.log_level, config.log_format)
     link = ChildLink(sys.argv[1], keys)
     heartbeat = Heartbeat(sys.argv[1], int(sys.argv[2]), keys)
     heartbeat.start()
@@ -54,7 +56,6 @@ def main() -> int:
     gc.freeze()  # nor does a later collection look through them
     gc.enable()
     try:
-        start_logging(name, config.log_level)
         lock_devices(config)  # nobody closes them: the process holds them to its end
         bases = load_bases(config, steps.begin, measures=place.rank == 0)
         steps.begin()
@@ -68,6 +69,7 @@ def main() -> int:
             group.connect()
         records = AskedRecords(questions.ask)
         worker = Worker(config, bases, link, heartbeat, records, group, place, compared)
+        Reports(sys.argv[1], worker.status.make, keys).start()
         worker.run(int(sys.argv[2]))
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)

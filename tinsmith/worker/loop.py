@@ -18,6 +18,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.kernels.device import require_device
 from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import give_back_memory
+from tinsmith.observing.metrics import WORKER_TIME
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -58,7 +59,7 @@ from tinsmith.worker.passes import Passes
 from tinsmith.worker.records import AskedRecords
 from tinsmith.worker.samples import Samples
 from tinsmith.worker.snapshots import Snapshots
-from tinsmith.worker.status import WorkerStatusReporter
+from tinsmith.worker.status import WorkerBoard
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +168,8 @@ class Worker:
             backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept
         )
         self.turns = DeviceTurns(sleepers, config.vllm.vllm_turn_s, self._give_back_memory)
-        self.status = WorkerStatusReporter(self.samples, self.send, pager.facts)
+        devices = {base.device for base in bases.values()}
+        self.status = WorkerBoard(self.samples, pager.facts, lambda: self.models.loaded, devices)
         self.stopping = False
         self.suspicious = False
         """Whether something failed for which no client is to blame, since the devices were last tried."""
@@ -181,10 +183,14 @@ class Worker:
             return
         device = next(iter(self.bases.values())).device
         self.link.send(WorkerReady([facts.to_dict() for facts in self.facts()], str(device)))
+        WORKER_TIME.begin("other")
         try:
             while (not self.stopping or self.is_needed) and os.getppid() == parent_pid:
                 self.heartbeat.idle()
-                self.receive(0.0 if self.has_work else self.turns.patience_s(IDLE_S))
+                patience_s = 0.0 if self.has_work else self.turns.patience_s(IDLE_S)
+                with WORKER_TIME.during(self.waits_for if patience_s else "other"):
+                    arrived = self.link.receive(patience_s)
+                self.take(arrived)
                 self.heartbeat.busy()
                 self.turn()
             self.status.sum_up()
@@ -203,10 +209,25 @@ class Worker:
         """Whether the other workers wait for this one, or will, in passes that all were told to compute."""
         return self.config.shards_weights and bool(self.due or self.passes.passes)
 
+    @property
+    def waits_for(self) -> str:
+        """What the thread waits for when it has no work: the name of that activity."""
+        if self.samples.load()[0] or not self.turns.is_trainers:
+            return "waiting for samplers"
+        if self.images.running:
+            return "waiting for images"
+        if self.copies.running or self.disk.running:
+            return "waiting for files"
+        return "waiting for requests"
+
     def receive(self, timeout_s: float) -> None:
         """Handle messages of the engine and results of threads beside the device."""
+        self.take(self.link.receive(timeout_s))
+
+    def take(self, arrived: list[Message]) -> None:
+        """Handle these messages of the engine, behind earlier ones, and results of threads beside the device."""
         early, self.early = self.early, []
-        for message in early + self.link.receive(timeout_s):
+        for message in early + arrived:
             self.handle(message)
         for threads in self.beside:
             threads.deliver()
@@ -226,11 +247,10 @@ class Worker:
         if self.turns.look(wanted=bool(self.due)) and self.due:
             self.due.popleft()()
             self.turns.has_trained()
-            self.status.done += 1
         self._sample_until(2 * time.monotonic() - started)
         self._try_devices()
         self.snapshots.drop_idle()
-        self.status.report()
+        self.status.note()
 
     def facts(self) -> list[ModelFacts]:
         """Return the facts of each base model that engine and server must know."""
@@ -298,7 +318,8 @@ class Worker:
     def _sample_until(self, deadline: float) -> None:
         """Do at least one sampling step, and more until `deadline` (monotonic); new requests join between steps."""
         while self.samples.has_work and not self.stopping:
-            self.samples.step()
+            with WORKER_TIME.during("sampling"):
+                self.samples.step()
             if time.monotonic() >= deadline:
                 return
             self.receive(0.0)

@@ -13,6 +13,7 @@ from typing import Any
 
 from tinsmith.errors import TinsmithError
 from tinsmith.models.lora import Adapter
+from tinsmith.observing.metrics import WORKER_TIME
 from tinsmith.protocol.boundary import failing_into, result_or_error
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import AdamSettings, LoraShape, WeightsRef
@@ -39,6 +40,16 @@ from tinsmith.worker.exports import parse_recipients, write_external
 from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.snapshots import Snapshots
 
+ACTIVITIES: Mapping[type[Call], str] = {
+    CreateModel: "loading",
+    LoadModel: "loading",
+    OptimStep: "optimizer",
+    TakeSnapshot: "publishing",
+    SaveModel: "saving",
+    ExportModel: "saving",
+}
+"""What the device's thread does (`WorkerTime`) while it runs each call."""
+
 
 @dataclass(eq=False)
 class Models:
@@ -61,7 +72,7 @@ class Models:
 
     def call(self, message: Call) -> None:
         """Do what a call asks for. It is answered now, or when its files are written or read."""
-        with failing_into(partial(self._failed, message)):
+        with WORKER_TIME.during(ACTIVITIES[type(message)]), failing_into(partial(self._failed, message)):
             backend = self.backends[message.base_model]
             match message:
                 case CreateModel():
@@ -78,6 +89,11 @@ class Models:
                     self._save(backend, message)
                 case LoadModel():
                     self.disk.run(partial(self._read, message), partial(self._loaded, message))
+
+    @property
+    def loaded(self) -> set[str]:
+        """Ids of all models."""
+        return {model_id for backend in self.backends.values() for model_id in backend.optimizers}
 
     def delete(self, base_model: str, model_id: str) -> None:
         """Free a model, if it is there, and drop its snapshots."""
@@ -162,7 +178,7 @@ class Models:
         self.enqueue(lambda: self._restore(message, ended))
 
     def _restore(self, message: LoadModel, ended: "Future[SavedState]") -> None:
-        with failing_into(partial(self._failed, message)):
+        with WORKER_TIME.during(ACTIVITIES[LoadModel]), failing_into(partial(self._failed, message)):
             state = ended.result()
             # Of several, one that refuses would not have what the others have; samples are refused then
             if self.kept.place.count == 1:

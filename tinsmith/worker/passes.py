@@ -15,6 +15,7 @@ import numpy as np
 
 from tinsmith.errors import GivenUpError, TinsmithError, UserError
 from tinsmith.kernels.device import Stopwatch
+from tinsmith.observing.metrics import WORKER_TIME, direction_of
 from tinsmith.protocol.boundary import failing_into, result_or_error
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
@@ -200,6 +201,10 @@ class Passes:
         return message.together or self.bases[message.base_model].backend.needs_all
 
     def _compute(self, message: RunPass, rendered: "list[Rendered]") -> None:
+        with WORKER_TIME.during(direction_of(message.backward)):
+            self._compute_timed(message, rendered)
+
+    def _compute_timed(self, message: RunPass, rendered: "list[Rendered]") -> None:
         backend = self.bases[message.base_model].backend
         watch, exchanges = Stopwatch(backend.base.device), self._exchanges(message)
         if message.together:

@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import numpy as np
 
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.full import Weights
+from tinsmith.observing.metrics import MODEL_SAMPLED_TOKENS, PROMPT_TOKENS, SAMPLED_TOKENS, SAMPLES
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed
@@ -48,12 +49,15 @@ class SampleResults:
     sampled_tokens: int = 0
     """Tokens of all finished requests."""
     finished: int = 0
+    sampled_models: set[str] = field(default_factory=set)
+    """Models of whose snapshots the sampled tokens are counted."""
 
     def fail(self, message: Sample, error: TinsmithError) -> None:
         self.send(
             SampleFailed(message.request_id, message.run, str(error), error.category, isinstance(error, NotFoundError))
         )
-        log.warning("failed sample=%s: %s", message.request_id, error)
+        SAMPLES.labels(message.base_model, error.category).inc()
+        log.warning("failed sample=%s: %s", message.request_id, error, extra={"request": message.request_id})
 
     def finish(self, result: SampleResult, started: Started) -> None:
         """Answer a sample; what cannot be answered fails."""
@@ -67,6 +71,7 @@ class SampleResults:
             tokens = sum(len(sequence.tokens) for sequence in result.sequences)
             self.sampled_tokens += tokens
             self.finished += 1
+            self._count(message, result, tokens)
             log.debug(
                 "sample=%s weights=%s prompt_tokens=%d tokens=%d seconds=%.3f",
                 message.request_id,
@@ -74,7 +79,19 @@ class SampleResults:
                 result.prompt_tokens,
                 tokens,
                 time.monotonic() - started.started_at,
+                extra={"request": message.request_id},
             )
+
+    def _count(self, message: Sample, result: SampleResult, tokens: int) -> None:
+        base_model, cached = message.base_model, result.cached_tokens
+        SAMPLES.labels(base_model, "ok").inc()
+        SAMPLED_TOKENS.labels(base_model).inc(tokens)
+        PROMPT_TOKENS.labels(base_model, "yes").inc(cached)
+        PROMPT_TOKENS.labels(base_model, "no").inc(result.prompt_tokens - cached)
+        if message.weights_id is not None and not is_path(message.weights_id):
+            model_id = message.weights_id.rpartition("/")[0]
+            self.sampled_models.add(model_id)
+            MODEL_SAMPLED_TOKENS.labels(model_id).inc(tokens)
 
     def _record(self, message: Sample, result: SampleResult, started: Started) -> None:
         """Record what was sampled in a thread, then answer: a client may train on it as soon as it has the answer."""

@@ -22,6 +22,7 @@ from tinsmith.memory.budget import snapshot_bytes
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.models.machine import require_memory
+from tinsmith.observing.metrics import PUBLISHES
 from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
@@ -144,6 +145,7 @@ class Snapshots:
         if not ids.is_inflight(snapshot_id):
             self.newest[base_model, _model_of(snapshot_id)] = key
         self._keep(key, Snapshot(weights))
+        PUBLISHES.labels(base_model).inc()
         self._drop_beyond_disk()
         for watch in self.watchers:
             watch(base_model, weights)

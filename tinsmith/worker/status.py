@@ -1,62 +1,80 @@
-"""Reports a worker's work to the engine, at most once a second, and in the log from time to time."""
+"""Tells of a worker's work: in the numbers that its reports have, and in the log from time to time."""
 
-import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+import torch
 
 from tinsmith.kernels.compiled import compilations
 from tinsmith.models.machine import memory_held
-from tinsmith.protocol.messages import Message
+from tinsmith.observing.metrics import GRAPHS, MEMORY, MODEL_SAMPLED_TOKENS, PAGING, PLACES, SEQUENCES, WORKER, numbers
+from tinsmith.protocol.reports import pause_s
 from tinsmith.protocol.work import WorkerStatus
 from tinsmith.sampling.local.decode_graph import captures
+from tinsmith.worker.gpu_sensors import GpuSensors
 from tinsmith.worker.samples import Samples
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 1.0
-"""Least time between two reports."""
 SUMMARY_S = 10.0
 """Least time between two summaries in the log."""
 
 
-class WorkerStatusReporter:
-    """Sends a `WorkerStatus` when it is time and something changed."""
+class WorkerBoard:
+    """Notes what only the device's thread can look at, and has all numbers for the thread of the `Reports`."""
 
     def __init__(
         self,
         samples: Samples,
-        send: Callable[[Message], None],
-        paging: Callable[[], dict[str, int]] = dict[str, int],
+        paging: Callable[[], dict[str, int]],
+        models: Callable[[], Collection[str]],
+        devices: Collection[torch.device],
     ) -> None:
-        """`paging` returns `WorkerStatus.paging`."""
+        """`paging` returns `StatePager.facts`, `models` the ids of the loaded models."""
         self.samples = samples
-        self.send = send
         self.paging = paging
-        self.done = 0
-        """Passes and calls that the device has done."""
-        self.reported: object = None
-        """Facts of the last report. Those of the memory are not among them: they always change a little."""
-        self.due = 0.0
+        self.models = models
+        self.sensors = [GpuSensors(device) for device in devices if device.type == "cuda"]
+        self.due_at = 0.0
         self.summed_up = (time.monotonic(), 0, 0)
         """Monotonic time of the last summary, and the numbers of samples and tokens then."""
         self.graphs: dict[str, int] = {}
         """Numbers of graphs that were already logged."""
 
-    def report(self) -> None:
-        """Report and log what is due; call it after whatever the worker does, and at least every few seconds."""
+    def make(self) -> WorkerStatus:
+        """Return all numbers; for another thread."""
+        for place, size in memory_held().items():
+            MEMORY.labels(place).set(size)
+        for kind, count in graphs_made().items():
+            GRAPHS.labels(kind).set(count)
+        for sensors in self.sensors:
+            sensors.read()
+        return WorkerStatus(numbers(WORKER))
+
+    def note(self) -> None:
+        """Note and log what is due; call it after whatever the worker does, and at least every few seconds."""
         now = time.monotonic()
-        if now < self.due:
+        if now < self.due_at:
             return
-        self.due = now + EVERY_S
         if now - self.summed_up[0] >= SUMMARY_S:
             self.sum_up()
-        running, waiting = self.samples.load()
-        status = WorkerStatus(running, waiting, self.samples.results.sampled_tokens, {}, graphs_made(), self.paging())
-        facts = self.done, self.samples.results.finished, status
-        if facts != self.reported:
-            self.reported = facts
-            self.send(dataclasses.replace(status, memory=memory_held()))
+        for name, base in self.samples.bases.items():
+            running, waiting = base.load
+            SEQUENCES.labels(name, "running").set(running)
+            SEQUENCES.labels(name, "waiting").set(waiting)
+            PLACES.labels(name).set(base.sampler.places)
+        for fact, value in self.paging().items():
+            PAGING.labels(fact).set(value)
+        self._forget_unloaded()
+        self.due_at = time.monotonic() + pause_s(time.monotonic() - now)
+
+    def _forget_unloaded(self) -> None:
+        """Let the numbers of models that are gone disappear."""
+        sampled = self.samples.results.sampled_models
+        for model_id in sampled.difference(self.models()):
+            sampled.discard(model_id)
+            MODEL_SAMPLED_TOKENS.remove(model_id)
 
     def sum_up(self) -> None:
         """Log what was sampled and which graphs were made since the last summary; nothing if there was nothing."""

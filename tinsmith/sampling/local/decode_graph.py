@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tinsmith.observing.metrics import WORKER_TIME
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
 from tinsmith.sampling.local.device_batch import DeviceBatch
 
@@ -100,7 +101,8 @@ class StepRunner:
         if self.steps >= self.eager.get(wanted, 0):
             self.wanted = wanted, (self.wanted[1] + 1 if self.wanted[0] == wanted else 1)
             if self.wanted[1] >= PATIENCE:
-                return self._capture(batch, replace(rows, count=rung), wanted)
+                with WORKER_TIME.during("compiling"):
+                    return self._capture(batch, replace(rows, count=rung), wanted)
         larger = (
             self.graphs.get(_kind(above, rows)) for above in (*RUNGS, len(batch.state)) if rung < above <= 2 * rung
         )

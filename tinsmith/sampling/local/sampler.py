@@ -79,6 +79,10 @@ class LocalSampler:
         return len(self.queues.running), sum(1 + s.forks for s in (*self.queues.filling, *self.queues.waiting))
 
     @property
+    def places(self) -> int:
+        return self.schedule.max_running
+
+    @property
     def room(self) -> int:
         return self.schedule.max_running - sum(1 + s.forks for s in self.queues.waiting)
 

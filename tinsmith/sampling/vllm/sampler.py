@@ -211,9 +211,13 @@ class VLLMSampler:
         return sum(pending.request.num_samples for pending in self.pending.values()) - waiting, waiting
 
     @property
+    def places(self) -> int:
+        return sum(server.slots for server in self.client.servers.all)
+
+    @property
     def room(self) -> int:
         """Requests that may still be added: as many may wait for a server as it computes at a time."""
-        return 2 * sum(server.slots for server in self.client.servers.all) - sum(self.load)
+        return 2 * self.places - sum(self.load)
 
     def add(
         self,

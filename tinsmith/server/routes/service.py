@@ -111,7 +111,7 @@ async def create_session(request: Request) -> Response:
         about["project_id"] = caller.key.project_id
     await hub.store.write(Store.create_session, session_id, about, caller.tenant)
     hub.lifetimes.began(session_id)
-    log.info("session %s begins (SDK %s)", session_id, description.sdk_version)
+    log.info("session %s begins (SDK %s)", session_id, description.sdk_version, extra={"session": session_id})
     told = _objection(description.sdk_version)
     return json_reply(
         {"type": "create_session", "session_id": session_id} | ({} if told is None else {"error_message": told})
@@ -137,7 +137,7 @@ async def finish_session(request: Request, session_id: str) -> Response:
     await hub.session(session_id)
     if await hub.store.write(Store.finish_session, session_id, ending.reason.type, ending.detail):
         await hub.end_session(session_id, save=False)
-        log.info("session %s is finished (%s)", session_id, ending.reason.type)
+        log.info("session %s is finished (%s)", session_id, ending.reason.type, extra={"session": session_id})
     return json_reply({})
 
 

@@ -1,0 +1,136 @@
+"""`/metrics` of a real server, read as Prometheus reads it.
+
+Invariant: `/metrics` and `tinsmith status` tell the same numbers, and models that are gone have none.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import tinker
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.parser import text_string_to_metric_families
+from tinker import types
+
+from tests.acceptance.conftest import connect, ready
+from tests.acceptance.talking import RAW_STEP, datum, text_input, train
+from tests.running import Server
+from tinsmith.observing.metrics import Number
+
+
+def numbers(url: str) -> list[Number]:
+    """All numbers that Prometheus gets at this address; no two have the same name and labels."""
+    reply = httpx.get(f"{url}/metrics", timeout=60)
+    assert (reply.status_code, reply.headers["content-type"]) == (200, CONTENT_TYPE_LATEST)
+    found = [
+        (each.name, each.labels, each.value)
+        for family in text_string_to_metric_families(reply.text)
+        for each in family.samples
+    ]
+    assert len({(name, tuple(sorted(labels.items()))) for name, labels, _ in found}) == len(found)
+    return found
+
+
+def total(found: list[Number], name: str, **labels: str) -> float:
+    """The sum of all numbers with this name and these labels."""
+    return sum(value for each, theirs, value in found if each == name and labels.items() <= theirs.items())
+
+
+def models(found: list[Number]) -> set[str]:
+    return {labels["model"] for _, labels, _ in found if "model" in labels}
+
+
+def until(url: str, seen: Callable[[list[Number]], bool]) -> list[Number]:
+    """The first numbers that `seen` accepts: reports come once a second."""
+    while not seen(found := numbers(url)):
+        pass
+    return found
+
+
+def test_everything_a_client_does_is_counted_where_it_happens(server: Server) -> None:
+    def count(name: str, **labels: str) -> float:
+        return total(after, name, **labels) - total(before, name, **labels)
+
+    before = numbers(server.url)
+    with connect(server) as service:
+        client = train(service, "text", rank=8)
+        client.forward([datum(text_input(1, 50))], "cross_entropy").result()
+        client.forward_backward([datum(text_input(1, 60)), datum(text_input(2, 90))], "cross_entropy").result()
+        client.optim_step(RAW_STEP).result()
+        sampler = client.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=8, seed=1, stop=[])
+        for _ in range(2):  # the second finds the prompt in the cache, but for its last block
+            sampler.sample(text_input(3, 40), 3, params).result()
+        after = until(
+            server.url, lambda found: total(found, "tinsmith_model_sampled_tokens_total", model=client.model_id) == 48
+        )
+        of_model = {"model": client.model_id, "base_model": "text"}
+        assert total(after, "tinsmith_model_trained_tokens_total", **of_model) == 150
+        assert total(after, "tinsmith_model_queued_operations", **of_model) == 0
+    assert count("tinsmith_trained_tokens_total", base_model="text") == 150
+    for kind in ("create_model", "optim_step", "save_weights_for_sampler"):
+        assert count("tinsmith_operations_total", kind=kind, outcome="ok") == 1
+        assert count("tinsmith_operation_seconds_count", kind=kind, stage="run") == 1
+    assert count("tinsmith_operations_total", kind="forward_backward", outcome="ok") == 2
+    assert count("tinsmith_operations_total") == 5
+    passes = {"base_model": "text", "direction": "backward"}
+    assert (count("tinsmith_passes_total", **passes), count("tinsmith_pass_tokens_total", **passes)) == (1, 150)
+    assert count("tinsmith_pass_room_tokens_total", **passes) >= 150
+    assert count("tinsmith_pass_tokens_total", direction="forward") == 50
+    assert count("tinsmith_worker_pass_tokens_total", worker="0") == 200
+    assert count("tinsmith_publishes_total", base_model="text", worker="0") == 1
+    assert count("tinsmith_samples_total", outcome="ok") == 2
+    assert count("tinsmith_sampled_tokens_total", base_model="text") == 48
+    cached, computed = (count("tinsmith_prompt_tokens_total", cached=each) for each in ("yes", "no"))
+    assert (cached > 0, cached + computed) == (True, 80)
+    activities = ("forward", "backward", "optimizer", "publishing", "sampling", "waiting for requests")
+    assert [each for each in activities if count("tinsmith_worker_activity_seconds_total", activity=each) == 0] == []
+    assert total(after, "tinsmith_sampler_places", base_model="text") > 0
+    assert total(after, "tinsmith_worker_memory_bytes", place="resident") > 2**20
+    assert (total(after, "tinsmith_engine_ready"), total(after, "tinsmith_worker_ready", device="cpu")) == (1, 1)
+    assert [name for name, _, _ in after if name.startswith("tinsmith_gpu_")] == []
+    assert client.model_id not in models(until(server.url, lambda found: client.model_id not in models(found)))
+
+
+def test_status_and_metrics_tell_the_same(server: Server, service: tinker.ServiceClient) -> None:
+    client = train(service, "text", rank=8)
+    client.forward_backward([datum(text_input(1, 60))], "cross_entropy").result()
+    found = until(server.url, lambda found: client.model_id in models(found))
+    status = server.wait_for_status(lambda status: client.model_id in {model["model_id"] for model in status["models"]})
+    assert {(each["model_id"], each["trained_tokens"]) for each in status["models"]} == {
+        (labels["model"], value) for name, labels, value in found if name == "tinsmith_model_trained_tokens_total"
+    }
+    assert status["workers"][0]["pass_tokens"] == total(found, "tinsmith_worker_pass_tokens_total")
+    assert sum(status["worker_time"].values()) > 0.999
+    assert status["graphs"].keys() == {labels["kind"] for name, labels, _ in found if name == "tinsmith_graphs"}
+
+
+def test_refusals_are_counted_by_reason(server: Server) -> None:
+    def refused(reason: str, status: str) -> float:
+        return total(numbers(server.url), "tinsmith_refusals_total", reason=reason, status=status)
+
+    before = refused("not_found", "404"), refused("user", "400")
+    with server.client() as client:
+        assert client.get("sessions/nowhere").status_code == 404
+        assert client.post("create_session", content=b"[").status_code == 400
+    assert (refused("not_found", "404"), refused("user", "400")) == (before[0] + 1, before[1] + 1)
+
+
+def test_metrics_have_an_address_of_their_own_if_wanted(text_only: list[str], tmp_path: Path) -> None:
+    with ready(tmp_path, *text_only, "--metrics-address", "127.0.0.1:0") as server:
+        server.wait_for_log("metrics at http://")
+        address = server.log.read_text().partition("metrics at ")[2].partition("/metrics")[0]
+        assert total(numbers(address), "tinsmith_engine_ready") == 1
+        assert httpx.get(f"{address}/api/v1/status").status_code == 404
+
+
+def test_the_log_is_json_if_wanted_with_the_ids_of_each_operation(text_only: list[str], tmp_path: Path) -> None:
+    with ready(tmp_path, *text_only, "--log-format", "json") as server:
+        with connect(server) as service:
+            model_id = train(service, "text", rank=8).model_id
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert {line["process"] for line in lines} == {"server", "engine", "worker"}
+    created = [line for line in lines if line.get("request") == f"{model_id}/0"]
+    session_id = model_id.partition(":")[0]
+    assert [(line["process"], line["model"], line["session"]) for line in created] == [("engine", model_id, session_id)]
