@@ -123,7 +123,12 @@ def main(directory: str, number: str) -> None:
 
 
 def process_behind(pid: int) -> int:
-    """The process that the small program `pid` stands for; `pid` itself if it is another program, or has ended."""
+    """The process that the small program `pid` stands for; `pid` itself if it is another program, or has ended.
+
+    Benchmarks start nothing but other programs.
+    """
+    if sys.executable == REAL_PYTHON:
+        return pid
     while True:
         with suppress(OSError):
             return int((Path(sys.executable).parent / str(pid)).read_text())
