@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +27,8 @@ class Outcomes:
     models: ModelStates
     record: Callable[[list[Outcome]], None]
     trained_tokens: int = 0
-    suspects: set[str] = field(default_factory=set)
-    """Operations that were under way when workers ended, and are computed again."""
+    suspects: Counter[str] = field(default_factory=Counter)
+    """How often workers have ended while each operation was under way that is computed again."""
 
     def computed(self, operations: Sequence[ForwardOperation]) -> None:
         """Record forward work; what cannot be written fails."""
@@ -36,8 +37,8 @@ class Outcomes:
             with failing_into(partial(self.fail, operation.command, touches_step=operation.backward)):
                 encoded[operation] = _outcome(operation)
         self.record(list(encoded.values()))
-        self.suspects -= {operation.command.request_id for operation in encoded}
         for operation in encoded:
+            self.suspects.pop(operation.command.request_id, None)
             if operation.backward:
                 self.trained_tokens += operation.tokens
                 if (state := self.models.get(operation.command.model_id)) is not None:
@@ -48,7 +49,7 @@ class Outcomes:
 
     def ended(self, command: Command, running: Running, ended: Ended) -> None:
         """Record the result of an operation that is no forward work."""
-        self.suspects.discard(command.request_id)
+        self.suspects.pop(command.request_id, None)
         self.record([Outcome(command.request_id, orjson.dumps(ended.result), "json", None, None, ended.resolved)])
         metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
         _log_finished(command, running.started_at, tokens=0, detail=metrics)
@@ -62,20 +63,21 @@ class Outcomes:
         if isinstance(error, GivenUpError) and state is not None and state.ending:
             state.cancelled.append(command)
             return
-        self.suspects.discard(command.request_id)
+        self.suspects.pop(command.request_id, None)
         if touches_step:
             self.models.after_failure(command, str(error))
         self.record([Outcome(command.request_id, None, None, str(error), error.category)])
         log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
 
     def forget(self, model_id: str) -> None:
-        self.suspects = {each for each in self.suspects if not each.startswith(f"{model_id}/")}
+        for request_id in [each for each in self.suspects if each.startswith(f"{model_id}/")]:
+            del self.suspects[request_id]
 
 
 def _outcome(operation: ForwardOperation) -> Outcome:
     outputs = [{"logprobs": result.logprobs} for result in operation.in_order]
     result = encode_output(outputs, operation.metrics)
-    return Outcome(operation.command.request_id, result, "protobuf", None, None)
+    return Outcome(operation.command.request_id, result, "protobuf", None, None, replays=operation.backward)
 
 
 def _log_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:

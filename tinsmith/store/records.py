@@ -181,6 +181,8 @@ class Outcome:
 
     The directory of a checkpoint; for create_model the seed and the base model's fingerprint.
     """
+    replays: bool = False
+    """Whether its request stays until `Store.release`, because a replay after a crash may need it."""
 
 
 @dataclass(frozen=True, eq=False)
