@@ -28,6 +28,7 @@ from tinsmith.engine.history import CopiedForSave
 from tinsmith.protocol.serving import EndSession
 from tinsmith.protocol.work import Answer, CallFailed, Copied
 from tinsmith.store.records import Checkpoint
+from tinsmith.store.store import sweep
 from tinsmith.training.checkpoint import SavedState, read_state, write_state
 from tinsmith.worker.exports import write_external
 
@@ -224,6 +225,24 @@ def test_a_save_that_no_step_has_overtaken_holds_the_state_of_its_model(here: He
     here.settle()
     die(here)
     here.settle()
+    assert_same(state(here), before)
+
+
+@uncopied
+def test_a_model_comes_back_from_a_save_in_the_place_of_one_that_was_overwritten(here: Here) -> None:
+    """Also if no step came between them, and the state before them is gone."""
+    body = {"model_id": MODEL, "path": "kept", "overwrite": True}
+    for seq in (3, 4, 7, 8):
+        if seq == 7:
+            step(here, 5)
+        here.add("a", seq, "save_weights", body | {"seq_id": seq})
+        here.settle()
+    sweep(here.store, here.worker.models.files)  # as the server does now and then
+    before = state(here)
+    here.process.passes.clear()
+    die(here)
+    here.settle()
+    assert here.process.passes == []
     assert_same(state(here), before)
 
 

@@ -185,11 +185,17 @@ class History:
         ]
 
     def keep(self, kept: Kept) -> None:
-        """Take in that a state was kept, unless it is no newer than the newest, or events behind it are gone."""
-        newest = self.kept[-1].mark.state if self.kept else -1
-        if kept.mark.state > newest and kept.mark.state >= self._whole_from:
-            self.kept = [*self.kept, kept][-MOST_KEPT:]
-            self.events = self.since(self.kept[0])
+        """Take in that a state was kept, unless it is older than the newest, or events behind it are gone.
+
+        Files of the same state take the place of those before, which may have been overwritten.
+        """
+        newest = self.kept[-1] if self.kept else None
+        if kept.mark.state < self._whole_from or (newest is not None and kept.mark.state < newest.mark.state):
+            return
+        if newest is not None and kept.mark.state == newest.mark.state and isinstance(newest.source, Saved):
+            self.kept.pop()
+        self.kept = [*self.kept, kept][-MOST_KEPT:]
+        self.events = self.since(self.kept[0])
 
     def pass_over(self, damaged: Kept) -> None:
         """Forget a state whose files cannot be used."""
