@@ -7,6 +7,7 @@
 # make test-all run everything there is: slow tests, long random runs, recipes, real vLLM servers
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make mutations        put faults into a copy of the product, one after the other, each of which a test must find (about 6 minutes)
+# make chaos            kill workers and parsers at random moments of an SFT and an RL run, whose curves must not change (half an hour)
 # make invariants       print what Tinsmith promises, and which test guards it
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
 # make test-distributed  run the tests of several workers alone; they are part of `make test`
@@ -35,7 +36,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev environments demo test test-slow test-all mutations invariants test-oldest test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
+.PHONY: setup dev environments demo test test-slow test-all mutations chaos invariants test-oldest test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
 
 # $(call install,PROJECTS): this project with some of its optional groups, and the one in rl/. Wheels only and exact versions: nothing is
 # built, and no newer torch is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -97,6 +98,9 @@ mutations: $(DEV_STAMP)
 	$(PYTHON) -m tests.mutations $(NAMES)
 
 # Needs no environment: it only reads the tests' docstrings.
+chaos: $(DEV_STAMP)
+	$(PYTHON) -m benchmarks.chaos
+
 invariants:
 	@python3 -m tests.invariants
 

@@ -865,17 +865,39 @@ MUTATIONS = (
     Mutation(
         "a step that was under way when its worker was killed is taken twice",
         "tinsmith/engine/operations.py",
-        "        copy, before = self._copy_after(model, command.seq_id)\n",
-        "        copy, before = self._copy_after(model, command.seq_id)\n        if copy:\n"
-        '            model.origin = Saved("the copy", copy, optimizer=True, lasts=True)\n',
+        '        metrics = (yield call)["metrics"]\n'
+        '        self.copies.stepped(model, call, command.seq_id, metrics["grad_norm"], sent_at)\n',
+        "        self.copies.stepped(model, call, command.seq_id, 0.0, sent_at)\n"
+        '        metrics = (yield call)["metrics"]\n',
         (RECOVERY,),
     ),
     Mutation(
         "a step is taken without the gradients that a killed worker had",
-        "tinsmith/engine/crash_recovery.py",
-        "if model.has_gradients and model.spoiled is None:",
-        "if False:",
+        "tinsmith/engine/replay.py",
+        "                case Passed():\n",
+        "                case Passed() if event.state < model.history.state:\n",
         (RECOVERY,),
+    ),
+    Mutation(
+        "gradients of a pass that was computed in part before a worker was killed count twice",
+        "tinsmith/engine/forward_work.py",
+        "for place, operation in enumerate(left, 1) if operation.results), default=0)",
+        "for place, operation in enumerate(left, 1) if operation.is_complete), default=0)",
+        (RECOVERY,),
+    ),
+    Mutation(
+        "requests that a replay needs are dropped with the newest copy",
+        "tinsmith/engine/history.py",
+        "return needed[0].mark if needed",
+        "return needed[-1].mark if needed",
+        (RECOVERY,),
+    ),
+    Mutation(
+        "a save that was cut short is done again of the state behind the steps beside it",
+        "tinsmith/engine/copies.py",
+        "if is_saving or not self.are_made_of",
+        "if not self.are_made_of",
+        ("tests/engine/test_saves.py",),
     ),
     Mutation(
         "a step is taken though an operation before it failed",

@@ -66,7 +66,6 @@ WITHOUT_UNIT = {
 }
 WITHOUT_UNIT |= {
     "memory_share",
-    "kept_copies_share",
     "paged_state_share",
     "planned_rank",
     "grad_clip_norm",

@@ -322,20 +322,19 @@ class TrainingConfig:
     ended_model_ttl_s: float = setting(
         604800.0, "How long to keep the checkpoint of a model that the server has unloaded", "seconds", 0.1
     )
-    kept_copies_gib: float = setting(
-        32.0,
-        "Disk space of all workers for copies that restore LoRA models and optimizers after a worker has died; "
-        "a model without one is lost then, unless it was just saved. 0 keeps none",
-        "GiB",
+    replay_s: float = setting(
+        5.0,
+        "Maximum time to compute again what models had computed since their last copies, after a worker has died; "
+        "with less there are more copies. 0 copies after every step",
+        "seconds",
         0,
     )
-    kept_copies_share: float = setting(
-        0.05,
-        "Maximum share of a model's time for its copies, during which its steps wait. "
-        "A model that has stepped since its last copy is lost if a worker dies. 1 copies after every step",
-        "",
-        0.001,
-        1,
+    kept_copies_gib: float = setting(
+        32.0,
+        "Disk space of all workers for copies that restore models and optimizers after a worker has died; "
+        "a model without one is computed again from its last save, or lost if that takes over 300 s. 0 keeps none",
+        "GiB",
+        0,
     )
     max_unrecorded_mib: float = setting(
         256.0, "Maximum size of results in memory while the database cannot be written; then training waits", "MiB", 0

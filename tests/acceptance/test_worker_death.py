@@ -1,5 +1,4 @@
-"""A worker that is killed: its models come back, the engine goes on, and every client only waits or learns how it
-stands.
+"""A worker that is killed: its models come back, the engine goes on, and every client only waits.
 
 Invariant: A worker that dies takes no engine along: samples of the base come out, and the next worker is started.
 Also: `tests/engine/test_worker_process.py`.
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tinker
 from tinker import types
 
@@ -42,8 +40,11 @@ def loss(future: Any) -> float:
 def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(
     text_only: list[str], tmp_path: Path
 ) -> None:
-    """In a pass, between steps and while it saves. What follows is what follows in a run that nobody disturbs."""
-    options = [*text_only, "--tokens-per-pass", "2048", "--kept-copies-share", "1"]
+    """In a pass, between steps, while it saves, and with open gradients; with settings as they are by default.
+
+    What follows is what follows in a run that nobody disturbs, to the last bit.
+    """
+    options = [*text_only, "--tokens-per-pass", "2048"]
     with ready(tmp_path, *options) as server, server.client() as http:
         engine, first = server.engine_pid(), server.worker_pid()
         with connect(server) as service:
@@ -57,9 +58,10 @@ def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(
             losses.append(loss(undisturbed.forward(work[:1], "cross_entropy")))
             after = steps(undisturbed, [3])
 
-            assert steps(busy, [1, 2]) == pytest.approx(before, rel=1e-6)
-            assert steps(idle, [1]) == pytest.approx(before[:2], rel=1e-6)
+            assert steps(busy, [1, 2]) == before
+            assert steps(idle, [1]) == before[:2]
             of_snapshot = busy.save_weights_and_get_sampling_client()
+            of_weights = tokens([of_snapshot.sample(prompts[0], 1, GREEDY)])
             passed = busy.forward_backward(work, "cross_entropy")
             server.wait_for_status(lambda status: any(model["queued"] for model in status["models"]))
             step, save, later = (
@@ -68,24 +70,22 @@ def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(
                 busy.forward(work[:1], "cross_entropy"),
             )
             samples = [sampler.sample(prompt, 1, GREEDY) for prompt in prompts]
-            gone = of_snapshot.sample(prompts[0], 1, GREEDY)
+            samples.append(of_snapshot.sample(prompts[0], 1, GREEDY))
             os.kill(first, signal.SIGKILL)
             came = [loss(passed), (step.result(timeout=START_S).metrics or {})["grad_norm"], loss(later)]
-            assert came == pytest.approx(losses, rel=1e-6)
-            with pytest.raises((ValueError, tinker.NotFoundError), match=r"are gone|ended unexpectedly"):
-                gone.result(timeout=START_S)
-            assert tokens(samples) == expected  # the SDK has sent them again
-            assert steps(busy, [3]) == pytest.approx(after, rel=1e-6)
-            assert steps(idle, [2]) == pytest.approx(before[2:], rel=1e-6)
+            assert came == losses
+            assert tokens(samples) == expected + of_weights  # the SDK has sent them again
+            assert steps(busy, [3]) == after
+            assert steps(idle, [2]) == before[2:]
 
             saved = save.result(timeout=START_S).path
             again = service.create_training_client_from_state_with_optimizer(saved).result(timeout=START_S)
-            assert steps(again, [3]) == pytest.approx(after, rel=1e-6)
-            again.forward_backward(work[:1], "cross_entropy").result(timeout=START_S)
+            assert steps(again, [3]) == after
+            for client in (undisturbed, again):
+                client.forward_backward(work[:1], "cross_entropy").result(timeout=START_S)
+            norm = grad_norm(undisturbed)
             os.kill(server.worker_pid(), signal.SIGKILL)
-            gradients_lost = "without the gradients that finished forward_backward operations had added"
-            with pytest.raises(tinker.RequestFailedError, match=gradients_lost):
-                again.optim_step(RAW_STEP).result(timeout=START_S)
+            assert grad_norm(again) == norm
             learn(again, [datum(text_input(1, 12))])
             for kind in ("save_state", "save_weights_external", "save_weights_for_sampler"):
                 getattr(again, kind)("kept").result(timeout=START_S)

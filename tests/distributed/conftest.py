@@ -78,7 +78,7 @@ def alone_and_together(options: list[str], tmp_path_factory: pytest.TempPathFact
         started = []
         for count in (1, 2):
             directory = tmp_path_factory.mktemp(f"workers{count}")
-            together = ["--sequence-parallel-from", str(LONG), "--kept-copies-share", "1"] if count > 1 else []
+            together = ["--sequence-parallel-from", str(LONG)] if count > 1 else []
             server = stack.enter_context(serving(directory, *options, "--workers", str(count), *together))
             started.append((server, directory / "data"))
         running = []

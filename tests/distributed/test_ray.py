@@ -239,8 +239,6 @@ def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the
         address,
         "--worker-still-s",
         SILENT_S,
-        "--kept-copies-share",
-        "1",
     ]
     with ExitStack() as taken, serving(tmp_path, *on_two, program=REAL_PROGRAM) as server:
         taken.enter_context(core_taken(address))

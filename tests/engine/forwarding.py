@@ -30,7 +30,10 @@ class Device:
             fail=lambda command, error, _: self.failed.append((command.request_id, error)),
             put_back=self.never,
             put_off=self.never,
+            passed=lambda call, pieces, sent_at: self.passed.append(call.number),
         )
+        self.passed: list[int] = []
+        """Numbers of the passes that have ended."""
 
     def never(self, *_: Any) -> None:
         pytest.fail("nothing is wrong here")

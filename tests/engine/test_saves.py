@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.engine.here import LONG_S, Here
 from tests.engine.test_recovery import (
     LENGTHS,
-    REASON,
     assert_same,
     copies,
     die,
@@ -25,9 +24,11 @@ from tests.engine.test_recovery import (
     step,
     undisturbed,
 )
+from tinsmith.engine.history import CopiedForSave
 from tinsmith.protocol.serving import EndSession
 from tinsmith.protocol.work import Answer, CallFailed, Copied
 from tinsmith.store.records import Checkpoint
+from tinsmith.store.store import sweep
 from tinsmith.training.checkpoint import SavedState, read_state, write_state
 from tinsmith.worker.exports import write_external
 
@@ -187,28 +188,27 @@ def test_the_next_save_of_a_model_waits_for_the_one_before(here: Here, disk: Slo
 
 @uncopied
 @pytest.mark.parametrize("is_written", [True, False])
-def test_a_save_that_a_step_has_overtaken_does_not_hold_the_state_of_its_model(
+def test_a_model_whose_save_a_step_has_overtaken_comes_back_with_that_step(
     here: Here, disk: SlowDisk, is_written: bool
 ) -> None:
-    """A model that came back from it would have lost a step without a word.
-
-    It is lost, and takes along a save that is being written.
-    """
+    """A save that is written is what the replay begins from, and one that was cut short is done again in its course."""
+    before = state(here)
     hold_save(here, disk)
     step_beside(here, 4)
+    after = state(here)
     if is_written:
         disk.released.set()
         here.settle()
         assert results(here, 3)
-        assert here.engine.scheduler.models.loaded[MODEL].origin is None
+    here.process.passes.clear()
     die(here)
     disk.released.set()
-    here.optim("a", 6)
     here.settle()
-    lost = f"newest checkpoint, tinker://{MODEL}/weights/kept" if is_written else "it has no checkpoint to go on from"
-    assert lost in str(here.error("a", 6))
-    assert is_written or str(here.error("a", 3)).startswith(f"{REASON}, and there is no copy")
-    assert here.engine.scheduler.models == {}
+    assert len(here.process.passes) == (2 if is_written else 4)
+    assert_same(state(here), after)
+    assert results(here, 3)
+    assert_same(tensors_of(saved(here)), before)
+    assert here.engine.scheduler.models[MODEL].saving is None
 
 
 @uncopied
@@ -229,31 +229,45 @@ def test_a_save_that_no_step_has_overtaken_holds_the_state_of_its_model(here: He
 
 
 @uncopied
-@pytest.mark.parametrize("heard", [True, False])
-def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(
-    here: Here, disk: SlowDisk, heard: bool
-) -> None:
-    """The worker has taken it and dies; whether the engine has heard of it decides what the model is."""
+def test_a_model_comes_back_from_a_save_in_the_place_of_one_that_was_overwritten(here: Here) -> None:
+    """Also if no step came between them, and the state before them is gone."""
+    body = {"model_id": MODEL, "path": "kept", "overwrite": True}
+    for seq in (3, 4, 7, 8):
+        if seq == 7:
+            step(here, 5)
+        here.add("a", seq, "save_weights", body | {"seq_id": seq})
+        here.settle()
+    sweep(here.store, here.worker.models.files)  # as the server does now and then
     before = state(here)
+    here.process.passes.clear()
+    die(here)
+    here.settle()
+    assert here.process.passes == []
+    assert_same(state(here), before)
+
+
+@uncopied
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_step_that_runs_when_the_save_ends_is_taken_once(here: Here, disk: SlowDisk, heard: bool) -> None:
+    """The worker has taken it and dies, and the engine may have heard of it or not."""
     hold_save(here, disk)
-    here.optim("a", 4, learning_rate=0.1)
+    here.forward("a", 4, LENGTHS)
+    here.until(lambda: f"{MODEL}/4" in here.told)
+    here.optim("a", 5, learning_rate=0.1)
     here.until(lambda: here.engine.scheduler.models[MODEL].running)
     here.process.work()
     # It may tell its status too
     (stepped,) = [message for message in here.process.wire.taken() if isinstance(message, Answer)]
+    after = state(here)
     disk.released.set()
     here.until(lambda: f"{MODEL}/3" in here.told)
     if heard:
         here.process.wire.sent.append(stepped)
-        here.until(lambda: f"{MODEL}/4" in here.told)
-        assert here.engine.scheduler.models.loaded[MODEL].origin is None
-        return
-    here.process.is_stuck = True
+        here.until(lambda: f"{MODEL}/5" in here.told)
     die(here)
-    here.until(lambda: not here.engine.scheduler.crash_recovery.waiting)
-    assert_same(state(here), before)
     here.settle()
-    assert results(here, 4)
+    assert results(here, 3, 4, 5)
+    assert_same(state(here), after)
 
 
 # ---- The end of a worker
@@ -281,21 +295,38 @@ def test_a_save_that_is_cut_short_is_written_again_before_what_comes_behind_it(h
     assert_same(tensors_of(saved(here)), before)
 
 
-def test_a_save_that_is_cut_short_behind_a_step_fails_and_its_model_comes_back(here: Here, disk: SlowDisk) -> None:
+def test_a_save_that_is_cut_short_behind_a_step_is_done_again_at_its_place(here: Here, disk: SlowDisk) -> None:
+    """There is no copy of a step behind it meanwhile: a model that came back from one could not be saved as it was."""
+    before = state(here)
     hold_save(here, disk)
     step_beside(here, 4)
     after = state(here)
+    assert copies(here) == [2]
     here.save("a", 6, "next")
     here.until(lambda: here.engine.scheduler.models[MODEL].next_is_save)
     die(here)
     disk.released.set()
     here.settle()
-    assert str(here.error("a", 3)).startswith(f"{REASON} while the save was written; its model has gone on since")
-    assert here.store.checkpoint(f"tinker://{MODEL}/weights/kept") is None
     assert_same(state(here), after)
+    assert_same(tensors_of(saved(here)), before)
     assert_same(tensors_of(saved(here, "next")), after)
     step(here, 7)
-    assert results(here, 6, 7, 8)
+    assert results(here, 3, 6, 7, 8)
+    assert copies(here) == [2, 8]
+
+
+def test_a_save_that_the_disk_refuses_when_it_is_done_again_fails_alone(here: Here, disk: SlowDisk) -> None:
+    hold_save(here, disk)
+    step_beside(here, 4)
+    after = state(here)
+    die(here)
+    disk.is_full = True
+    disk.released.set()
+    here.settle()
+    assert "No space left on device" in str(here.error("a", 3))
+    assert_same(state(here), after)
+    events = here.engine.scheduler.models.loaded[MODEL].history.events
+    assert [event for event in events if isinstance(event, CopiedForSave)] == []
 
 
 # ---- The database
@@ -323,7 +354,7 @@ def test_a_model_goes_on_while_the_row_of_its_save_waits_and_nothing_is_written_
         here.until(lambda: here.engine.scheduler.models[MODEL].waits_for_row)
         assert here.engine.scheduler.wait_s < LONG_S
         here.process.is_stuck = False
-        here.until(lambda: here.engine.scheduler.models.loaded[MODEL].state == 2 and attempts >= 3)
+        here.until(lambda: here.engine.scheduler.models.loaded[MODEL].history.state == 2 and attempts >= 3)
         assert here.engine.scheduler.models.put_off == set()
         # It has neither failed nor succeeded
         assert f"{MODEL}/3" not in {outcome.request_id for outcome in here.engine.recorder.waiting}
@@ -347,7 +378,7 @@ def test_a_save_that_waits_for_its_row_outlives_the_worker(here: Here, disk: Slo
     here.settle()
     assert results(here, 3)
     assert_same(tensors_of(saved(here)), before)
-    assert len(copies(here)) == 2
+    assert copies(here) == [2]
 
 
 # ---- Ends

@@ -1,6 +1,8 @@
 """What finished operations were sent with stays, up to a limit, if it is asked for.
 
 Invariant: Payloads and images of finished operations go by default, or stay up to their limit, the oldest going first.
+
+Invariant: What a replay may need stays until it is released, whatever the limit.
 """
 
 import hashlib
@@ -8,6 +10,7 @@ import logging
 import sqlite3
 import time
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,39 @@ def test_what_is_kept_can_be_read_until_its_session_is_forgotten(tmp_path: Path)
     store.forget_ended(time.time() + 3600)
     assert store.status(f"{MODEL}/1") is None
     assert blobs_in(tmp_path) == []
+
+
+def replayed(seq_id: int) -> Outcome:
+    return replace(done(seq_id), replays=True)
+
+
+@pytest.mark.parametrize("how", ["release", "lose", "fail"])
+def test_what_a_replay_needs_stays_until_it_is_released_or_its_model_is_lost(tmp_path: Path, how: str) -> None:
+    store = with_model(tmp_path)
+    store.append([step(1, b"one", IMAGE), step(2, b"two"), step(3, b"three", IMAGE)])
+    commands = store.queued(MODEL)
+    store.record([done(0), *map(replayed, (1, 2, 3))])
+    assert (kept(store, commands), blobs_in(tmp_path) != []) == ([1, 2, 3], True)
+    store.release(MODEL, 0, 1)
+    assert (kept(store, commands), store.blobs.read(DIGEST)) == ([2, 3], DATA)
+    if how == "release":
+        store.release(MODEL)
+    elif how == "lose":
+        assert store.lose_models({MODEL: "its worker ended"}) == []
+    else:
+        assert store.fail_unfinished("the engine ended") == []
+    assert (kept(store, commands), blobs_in(tmp_path)) == ([], [])
+
+
+def test_what_is_released_counts_to_what_is_kept_and_not_before(tmp_path: Path) -> None:
+    """The limit would take it from a replay."""
+    store = with_model(tmp_path, keep_bytes=2 * KIB)
+    store.append([step(seq_id, bytes(KIB)) for seq_id in range(1, 5)])
+    commands = store.queued(MODEL)
+    store.record([done(0), *map(replayed, range(1, 5))])
+    assert kept(store, commands) == [0, 1, 2, 3, 4]
+    store.release(MODEL)
+    assert kept(store, commands) == [4]
 
 
 @pytest.mark.parametrize("before", [0, KIB], ids=["never", "before"])

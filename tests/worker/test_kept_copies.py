@@ -23,7 +23,7 @@ def test_models_that_come_back_take_the_room_of_the_worker_that_writes_their_cop
     If each counted all copies, what had room before would be lost with the workers the next time.
     """
     threads = Background("copies", 1, lambda: None)
-    workers = [KeptCopies(tmp_path, 1e9, 1.0, threads, Place(rank, 2)) for rank in range(2)]
+    workers = [KeptCopies(tmp_path, 1e9, threads, Place(rank, 2)) for rank in range(2)]
     for model_id in MODELS:
         for worker in workers:
             worker.restored(model_id, str(kept_copies(tmp_path, model_id) / "2"), 100)
@@ -47,21 +47,24 @@ def test_one_model_may_take_all_the_room_of_several_workers_and_others_none_beyo
     backend = LocalBackend(text_base, TrainingConfig())
     for model_id in MODELS[:2]:
         backend.create_model(model_id, LoraShape(4, seed=0))
-    size = 2 * 3 * 4 * backend.optimizers[MODELS[0]].weights.parameter_count
-    workers = [KeptCopies(tmp_path, 1.5 * size, 1.0, threads, Place(rank, 2)) for rank in range(2)]
+    size = 3 * 3 * 4 * backend.optimizers[MODELS[0]].weights.parameter_count
+    workers = [KeptCopies(tmp_path, 1.5 * size, threads, Place(rank, 2)) for rank in range(2)]
 
     def keeps(worker: KeptCopies, model_id: str, step: int) -> bool:
         kept: list[bool] = []
-        worker.keep(backend, model_id, kept_copies(tmp_path, model_id) / str(step), "", kept.append)
+        directory = kept_copies(tmp_path, model_id) / str(step)
+        worker.keep(backend, model_id, directory, "", lambda is_complete, blocked_s: kept.append(is_complete))
         delivered(threads)
         return kept == [True]
 
     assert keeps(workers[0], MODELS[0], 1)
     assert not keeps(workers[1], MODELS[1], 1)
-    assert f"model {MODELS[1]} would be lost with this worker until it is saved: no copy" in caplog.text
+    assert (
+        f"no copy of model {MODELS[1]} could be kept, so its replay would take longer: copies may take" in caplog.text
+    )
     assert keeps(workers[0], MODELS[0], 2)
     assert [path.name for path in kept_copies(tmp_path, MODELS[0]).iterdir()] == ["2"]
-    restarted = [KeptCopies(tmp_path, 1.5 * size, 1.0, threads, Place(rank, 2)) for rank in range(2)]
+    restarted = [KeptCopies(tmp_path, 1.5 * size, threads, Place(rank, 2)) for rank in range(2)]
     assert not keeps(restarted[1], MODELS[1], 2)
     assert keeps(restarted[0], MODELS[0], 3)
     for worker in restarted:

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.engine.here import LONG_S, Here
+from tests.engine.here import Here
 from tinsmith.config import Config, SamplingConfig
 from tinsmith.errors import DeviceLostError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.work import Answer, CreateModel, Drop
+from tinsmith.protocol.work import CreateModel, Drop
 from tinsmith.training.backend import DatumWork, PassResult
 from tinsmith.worker.loop import DISK_THREADS, disk_for_snapshots
 
@@ -72,37 +71,6 @@ def test_what_comes_in_the_middle_of_a_pass_is_seen_there_and_handled_behind_it(
     assert begun == [1]
     assert here.error("a", 1) == "the pass was given up: none of its operations is wanted any more"
     assert "made" in here.backend().optimizers
-
-
-def test_a_step_whose_copy_is_kept_is_answered_in_the_middle_of_a_pass(
-    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = Here({"tiny": text_base}, tmp_path)
-    for model in "ab":
-        here.create(model)
-        here.forward(model, 1, [5])
-    here.settle()
-    run, said = here.backend().run_pass, list[type[Message]]()
-
-    def behind_the_copy(work: Sequence[DatumWork], *more: Any) -> PassResult:
-        deadline = time.monotonic() + LONG_S
-        while not here.worker.copies.has_ended:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        result = run(work, *more)
-        said.extend(type(message) for message in here.process.wire.sent)
-        return result
-
-    monkeypatch.setattr(here.backend(), "run_pass", behind_the_copy)
-    here.process.is_stuck = True
-    here.optim("b", 2)
-    here.until(lambda: here.worker.due)
-    here.forward("a", 2, [5])
-    here.until(lambda: len(here.worker.due) == 2)
-    here.process.is_stuck = False
-    here.settle()
-    assert Answer in said
-    assert here.error("b", 2) is None
 
 
 @pytest.mark.parametrize(

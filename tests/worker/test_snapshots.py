@@ -10,6 +10,7 @@ Invariant: A sample uses the newest weights although older ones are being read f
 
 import contextlib
 import gc
+import shutil
 import time
 import weakref
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 from tests.bases import random_adapter
 from tests.checkpoints import Checkpoints, find
 from tests.extent import amount
+from tests.worker.test_background import delivered
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
@@ -29,6 +31,7 @@ from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 from tinsmith.training.checkpoint import About, SavedState, write_state
 from tinsmith.wire.paths import CheckpointPath
+from tinsmith.worker.background import Background
 from tinsmith.worker.snapshots import Snapshots
 from tinsmith.worker.spill import Key, Spill, Written
 
@@ -177,13 +180,37 @@ def test_what_nobody_samples_is_dropped_after_a_while(
     assert list(snapshots.dropped) == [("tiny", "m/2"), ("tiny", "m/0")]
 
 
+def test_the_worker_after_one_that_died_has_its_adapters_and_the_newest_inflight_weights(
+    text_base: BaseModel, tmp_path: Path
+) -> None:
+    """Not what the other was still writing, and not what it had replaced or withdrawn before it was written."""
+    threads = Background("copies", 1, lambda: None)
+    dead, adapters = make(text_base, tmp_path, limit_bytes=1e9), [random_adapter(text_base, seed=n) for n in range(5)]
+    for snapshot_id, weights in zip(("m/0", "m/inflight", "m/inflight", "m/3", "n/0"), adapters, strict=True):
+        dead.publish("tiny", snapshot_id, weights)
+        dead.replicate(threads, "tiny", snapshot_id, weights)
+    dead.withdraw("n")
+    delivered(threads)
+    (tmp_path / "snapshots" / ".writing-more").mkdir()
+    snapshots = make(text_base, tmp_path, limit_bytes=1e9)
+    assert files(tmp_path, snapshots) == 3
+    assert snapshots.newest == {("tiny", "m"): ("tiny", "m/3")}
+    for snapshot_id, weights in (("m/0", adapters[0]), ("m/inflight", adapters[2]), ("m/3", adapters[3])):
+        again = find(snapshots, snapshot_id)
+        assert (equal(again, weights), again.ref) == (True, weights.ref)
+    snapshots.withdraw("m")
+    assert files(tmp_path, snapshots) == 0
+    threads.close()
+
+
 def test_files_that_were_deleted_from_outside_are_named_and_end_nothing(
     snapshots: Snapshots, text_base: BaseModel, tmp_path: Path
 ) -> None:
     for number in range(2):
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
     assert files(tmp_path, snapshots) == 1
-    assert files(tmp_path, make(text_base, tmp_path)) == 0  # another worker starts without them
+    for directory in (tmp_path / "snapshots").iterdir():
+        shutil.rmtree(directory)
     with pytest.raises(NotFoundError, match=r"the files of snapshot m/0 were deleted; save the weights again"):
         find(snapshots, "m/0")
     snapshots.withdraw("m")

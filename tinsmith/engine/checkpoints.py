@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from tinsmith.config import Config
-from tinsmith.engine.model_state import Ended, LoadedModel, ModelStates, Saved, Steps, until_stored
+from tinsmith.engine.history import History, Kept, Mark, Saved
+from tinsmith.engine.model_state import Ended, LoadedModel, ModelStates, Steps, until_stored
 from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.shapes import LoraShape, rank_refusal
@@ -115,13 +116,9 @@ class CheckpointOperations:
         path = CheckpointPath(model.model_id, "training", request.path)
         if not request.overwrite:
             self.rows.check_free(path)
-        copied_state = model.state
         saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
-        # A step may have been taken while the files were written: its state is not in them, and a model never goes
-        # further back.
-        if model.state == copied_state and (model.origin is None or not model.origin.lasts):
-            model.origin = Saved(saved.tinker_path, saved.directory, optimizer=True)
-        return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory})
+        files = Saved(saved.tinker_path, saved.directory, optimizer=True)
+        return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory}, files)
 
     def save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
         model = self.models.require(request.model_id)
@@ -182,8 +179,8 @@ class CheckpointOperations:
         shape = LoraShape(**checkpoint.lora_config)
         require_rank(shape.rank, self.config.models.max_lora_rank)
         yield from self._restored(base_model, model_id, checkpoint, request.optimizer)
-        origin = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
-        self.models[model_id].loaded = LoadedModel(model_id, base_model, shape, origin=origin)
+        files = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
+        self.models[model_id].loaded = LoadedModel(model_id, base_model, shape, History([Kept(files, Mark())]))
         result = {"path": request.path, "model_id": model_id, "type": "load_weights"}
         return Ended(result, {"directory": checkpoint.directory})
 
@@ -203,8 +200,8 @@ class CheckpointOperations:
                 f"{request.path} was saved with {there}, the model was created with {here}; create one with {there}"
             )
         yield from self._restored(model.base_model, model.model_id, checkpoint, request.optimizer)
-        model.origin = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
-        model.state += 1
+        files = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
+        model.history.loaded(files, request.seq_id)
         result = {"path": request.path, "model_id": request.model_id, "type": "load_weights"}
         return Ended(result, {"directory": checkpoint.directory})
 

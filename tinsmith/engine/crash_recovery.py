@@ -1,32 +1,52 @@
-"""Crash recovery: restores every model on new workers, exactly as its last finished step left it.
+"""Crash recovery: brings every model back on new workers, exactly as it was.
 
-    workers end -> what holds its state?  nothing: the model is lost, and errors say so
-                                          a checkpoint, a kept copy, its seed: it waits
-    new workers -> one model after the other is made from that; then its operations go on
+    workers end -> has it a state?  no: the model is lost, and errors say so
+                                    a checkpoint, a kept copy, its seed: it waits
+    new workers -> one model after the other is replayed from that (`replay.py`); then its operations go on
 
-Gradients that finished operations had added are gone, so the next step of such a model is refused. A model whose
-recovery ends the workers for a second time is lost: it may be what ends them. One after the other, so that it is known
-which.
+A model whose recovery ends the workers for the third time is lost: it may be what ends them. One after the other, so
+that it is known which.
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.model_state import ModelState, ModelStates
-from tinsmith.engine.outcomes import Outcomes
-from tinsmith.errors import TinsmithError
+from tinsmith.engine.outcomes import Backoff, Outcomes
+from tinsmith.engine.replay import Replay, Replaying
+from tinsmith.errors import StoreUnavailableError, TinsmithError
 from tinsmith.observing.metrics import MODELS_LOST, MODELS_RECOVERED
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.work import DeleteModel
+from tinsmith.protocol.work import (
+    Answer,
+    CallFailed,
+    Copied,
+    DeleteModel,
+    PassDone,
+    Prepared,
+    PrepareFailed,
+    error_of,
+)
 from tinsmith.store.records import Command
 
 log = logging.getLogger(__name__)
 
-MOST_ENDS = 2
-"""A model is lost when workers have ended so many times while they brought it back."""
+MOST_ENDS = 3
+"""An operation fails, and a model is lost, when workers have ended so many times while it was under way."""
+
+Reply = Prepared | PrepareFailed | PassDone | Copied | Answer | CallFailed
+
+
+@dataclass(eq=False)
+class Comeback:
+    """A model that is being brought back."""
+
+    model_id: str
+    steps: Replaying
+    number: int = 0
+    """The number under which the workers were asked last."""
 
 
 @dataclass(eq=False)
@@ -39,7 +59,7 @@ class CrashRecovery:
     models: ModelStates
     forward: ForwardWork
     outcomes: Outcomes
-    next_number: Callable[[], int]
+    replay: Replay
     forget: Callable[[str], None]
     send: Callable[[Message], None]
     waiting: dict[str, int] = field(default_factory=dict)
@@ -47,97 +67,71 @@ class CrashRecovery:
     lost: dict[str, str] = field(default_factory=dict)
     """Models that do not come back, and why, until `take_lost`."""
     reason: str = ""
-    under_way: tuple[str, int] | None = None
-    """The model that is being brought back, and the number of the call."""
+    under_way: Comeback | None = None
+    backoff: Backoff = field(default_factory=Backoff)
+    """Of replays that wait for the database."""
     _to_delete: list[tuple[str, str]] = field(default_factory=list)
     """Base model and id of lost models, of which kept copies are to be deleted."""
 
     def workers_ended(self, reason: str) -> None:
         """Take in that the workers have ended: each model waits to come back, or `take_lost` says that it does not.
 
-        What had begun and was not recorded is run again. What was under way for the second time fails with `reason`: it
-        may be what ends workers, and would do so again and again.
+        What had begun and was not recorded goes on, or is run again. What was under way for the third time fails with
+        `reason`: it may be what ends workers, and would do so again and again.
         """
-        self._take_back_complete()
-        self.outcomes.computed(self.forward.take_complete())
-        self._wait_or_lose(reason)
-        begun = [(each.command, each.is_at_worker) for queue in self.forward.operations.values() for each in queue]
-        for state in self.models.values():
-            begun += self._cut_short(state, reason)
-        self.forward.forget_all()
-        again: defaultdict[str, list[Command]] = defaultdict(list)
-        for command, is_under_way in begun:
-            if is_under_way and command.request_id in self.outcomes.suspects:
-                self.outcomes.fail(command, TinsmithError(f"{reason} while the operation was run, for the second time"))
-            elif command.model_id not in self.lost:
-                again[command.model_id].append(command)
-                self.outcomes.suspects |= {command.request_id} if is_under_way else set()
-        for model_id, commands in again.items():
-            self.models[model_id].queue.rewind(sorted(commands, key=lambda command: command.seq_id))
-
-    def _cut_short(self, state: ModelState, reason: str) -> list[tuple[Command, bool]]:
-        """The workers have ended: returns operations of a model that can begin anew, and whether each was under way.
-
-        A model comes back as its last step has left it. If that is the state that a save has copied, the same is saved
-        again; if not, nothing is left of what was to be saved. A save that only waits for its row goes on.
-        """
-        running, state.running, state.save_again_at, state.is_put_off, state.next_is_save = (
-            state.running,
-            None,
-            None,
-            False,
-            False,
-        )
-        begun = [] if running is None or running.command is None else [(running.command, running.in_call is not None)]
-        saving, model = state.saving, state.loaded
-        if saving is None or saving.in_call is None:
-            return begun
-        state.saving = None
-        assert saving.command is not None
-        if model is not None and model.state == saving.copied_state:
-            begun.append((saving.command, True))
-        elif model is not None:
-            what = (
-                "while the save was written; its model has gone on since, and what was to be saved is gone: save again"
-            )
-            self.outcomes.fail(saving.command, TinsmithError(f"{reason} {what}"))
-        return begun
-
-    def _take_back_complete(self) -> None:
-        """Run again what is computed and not recorded, where that keeps the model's open step whole.
-
-        Recorded, it would lose gradients.
-        """
-        for operation in reversed(self.forward.take_complete()):
-            model = self.models.find(operation.command.model_id)
-            if model is None or model.origin is None or model.has_gradients or model.spoiled:
-                self.forward.complete.insert(0, operation)
-            else:
-                self.forward.operations.add_first(operation)
-
-    def _wait_or_lose(self, reason: str) -> None:
-        """Let all loaded models wait for new workers, or be lost."""
         self.reason = reason
+        self.outcomes.computed(self.forward.take_complete())
+        self._wait_or_lose()
+        for command in self.forward.workers_ended(self._runs_again):
+            self.models[command.model_id].put_aside.append(command)
+        for state in self.models.values():
+            self._cut_short(state)
+            again, state.put_aside = sorted(state.put_aside, key=lambda command: command.seq_id), []
+            if again:
+                state.queue.rewind(again)
+
+    def _runs_again(self, command: Command, is_under_way: bool) -> bool:
+        """Whether an operation is run again, of which nothing is recorded; one that is not fails here."""
+        if command.model_id in self.lost:
+            return False
+        if is_under_way:
+            self.outcomes.suspects[command.request_id] += 1
+        if self.outcomes.suspects[command.request_id] < MOST_ENDS:
+            return True
+        times = f"{MOST_ENDS} times now"
+        self.outcomes.fail(command, TinsmithError(f"{self.reason} while the operation was run, {times}"))
+        return False
+
+    def _cut_short(self, state: ModelState) -> None:
+        """Take back the operation that ran. A save that was written is done again when the replay comes to its place.
+
+        A save that only waits for its row goes on.
+        """
+        running, state.running = state.running, None
+        state.save_again_at, state.is_put_off, state.next_is_save = None, False, False
+        command = None if running is None else running.command
+        if running is not None and command is not None and self._runs_again(command, running.in_call is not None):
+            state.put_aside.append(command)
+        saving = state.saving
+        if saving is not None and saving.in_call is not None:
+            state.saving = None
+            assert saving.command is not None
+            if not self._runs_again(saving.command, is_under_way=True) and state.loaded is not None:
+                state.loaded.history.forget_save(saving.command)
+
+    def _wait_or_lose(self) -> None:
+        """Let all loaded models wait for new workers, or be lost."""
         if self.under_way is not None:
-            model_id, self.under_way = self.under_way[0], None
+            model_id, self.under_way = self.under_way.model_id, None
             self.waiting[model_id] += 1
             if self.waiting[model_id] == MOST_ENDS:
-                self._lose(model_id, f"{reason} while the model was brought back, for the second time")
+                self._lose(model_id, f"{self.reason} while the model was brought back, {MOST_ENDS} times now")
         for model_id, model in self.models.loaded.items():
-            if model.origin is None:
-                where = (
-                    "--kept-copies-gib, --kept-copies-share"
-                    if model.shape.rank
-                    else "of all weights only save_state makes one"
-                )
-                self._lose(model_id, f"{reason}, and there is no copy of what the last step left ({where})")
-                continue
-            self.waiting.setdefault(model_id, 0)
-            if model.has_gradients and model.spoiled is None:
-                model.spoiled = (
-                    f"{reason}; the model came back as its last step had left it, without the gradients that finished "
-                    "forward_backward operations had added since: send these again before the next optim_step"
-                )
+            model.history.copying = None
+            if model.history.kept:
+                self.waiting.setdefault(model_id, 0)
+            else:
+                self._lose(model_id, f"{self.reason}, and there is no copy of the model (--kept-copies-gib)")
 
     def turn(self) -> None:
         """Let the workers, which are ready, bring the next model back.
@@ -147,27 +141,47 @@ class CrashRecovery:
         for base_model, model_id in self._to_delete:
             self.send(DeleteModel(base_model, model_id))
         self._to_delete.clear()
-        if self.under_way is not None or not self.waiting:
+        if self.under_way is not None or not self.waiting or self.backoff.wait_s > 0:
             return
         model_id = min(self.waiting, key=lambda each: self.waiting[each])
-        model = self.models.require(model_id)
-        assert model.origin is not None
-        number = self.next_number()
-        self.under_way = model_id, number
-        self.send(model.origin.call(number, model.base_model, model_id))
+        self.under_way = Comeback(model_id, self.replay.bring_back(self.models.require(model_id)))
+        self._go_on(self.under_way, None)
 
-    def answered(self, number: int, answer: "dict[str, object] | TinsmithError") -> bool:
-        """Take in the answer of a call; False if it is not one of ours."""
-        if self.under_way is None or self.under_way[1] != number:
+    def take(self, message: Reply) -> bool:
+        """Take in what the workers say; False if it does not answer a replay."""
+        comeback = self.under_way
+        if comeback is None or comeback.number != message.number:
             return False
-        model_id, self.under_way = self.under_way[0], None
-        if isinstance(answer, TinsmithError):
-            self._lose(model_id, f"{self.reason}, and the model could not be brought back: {answer}")
-            return True
-        del self.waiting[model_id]
-        MODELS_RECOVERED.inc()
-        log.info("model %s is back, as its last step left it", model_id, extra={"model": model_id})
+        match message:
+            case Answer():
+                self._go_on(comeback, message.result)
+            case CallFailed() | PrepareFailed():
+                self._go_on(comeback, error_of(message.error_type, message.error))
+            case _:
+                self._go_on(comeback, message)
         return True
+
+    def _go_on(self, comeback: Comeback, answer: "dict[str, object] | Message | TinsmithError | None") -> None:
+        """Take a replay to its next message, or to its end."""
+        model_id, steps = comeback.model_id, comeback.steps
+        try:
+            message = steps.throw(answer) if isinstance(answer, TinsmithError) else steps.send(answer)
+        except StopIteration:
+            self.under_way = None
+            self.backoff.succeeded()
+            del self.waiting[model_id]
+            MODELS_RECOVERED.inc()
+            log.info("model %s is back, as it was", model_id, extra={"model": model_id})
+        except StoreUnavailableError as error:
+            self.under_way = None
+            self.backoff.failed()
+            log.warning("model %s waits for the database to come back: %s", model_id, error)
+        except TinsmithError as error:
+            self.under_way = None
+            self._lose(model_id, f"{self.reason}, and the model could not be brought back: {error}")
+        else:
+            comeback.number = message.number
+            self.send(message)
 
     def take_lost(self) -> dict[str, str]:
         """Forget the models that ended with their workers; returns why each did. They are still queued in the log."""

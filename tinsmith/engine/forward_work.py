@@ -156,7 +156,7 @@ class ForwardWork:
 
     `send` tells the worker. `fail` is told of an operation that has failed, and whether that touches the open step;
     `put_back` of operations that cannot be prepared before the database can be read; `put_off` of a model whose images
-    cannot be read now.
+    cannot be read now; `passed` of a pass, its datums that have results, and when (monotonic) it was sent.
     """
 
     order: PassOrder
@@ -165,9 +165,12 @@ class ForwardWork:
     fail: Callable[[Command, TinsmithError, bool], None]
     put_back: Callable[[list[Command], StoreUnavailableError], None]
     put_off: Callable[[str, StoreUnavailableError], None]
+    passed: Callable[[RunPass, list[Piece], float], None]
     operations: ForwardQueues = field(default_factory=ForwardQueues)
     passes: dict[int, list[Piece]] = field(default_factory=dict)
     """Datums of each pass that the worker has, by the number of the pass."""
+    sent: dict[int, tuple[RunPass, float]] = field(default_factory=dict)
+    """What the worker was sent for each pass, and when (monotonic)."""
     of_images: set[int] = field(default_factory=set)
     """Numbers of the passes of models that have images to decode."""
     complete: list[ForwardOperation] = field(default_factory=list)
@@ -207,12 +210,31 @@ class ForwardWork:
         self._drop(operations)
         return [operation.command for operation in operations if not operation.in_pass]
 
-    def forget_all(self) -> None:
-        """Forget what the worker had, which is gone. What is complete stays to be recorded."""
-        self.operations.clear()
+    def workers_ended(self, runs_again: Callable[[Command, bool], bool]) -> list[Command]:
+        """Forget what the workers had, which is gone; returns operations of which nothing is computed.
+
+        Results stay: their passes are replayed. `runs_again` is asked for each operation, and told whether a worker was
+        at it; it fails those that it refuses.
+        """
+        back: list[Command] = []
+        for model_id, queue in list(self.operations.items()):
+            for operation in list(queue):
+                is_under_way = operation.is_at_worker
+                operation.in_pass.clear()
+                if operation.failures:
+                    self._pass_failed(operation)
+                elif not runs_again(operation.command, is_under_way):
+                    self.operations.remove(operation)
+            left = list(self.operations.pop(model_id, ()))
+            begun = max((place for place, operation in enumerate(left, 1) if operation.results), default=0)
+            back += [operation.command for operation in left[begun:]]
+            if begun:
+                self.operations[model_id] = deque(left[:begun])
         self.passes.clear()
+        self.sent.clear()
         self.of_images.clear()
         self.order.paces.clear()
+        return back
 
     def take_complete(self) -> list[ForwardOperation]:
         complete, self.complete = self.complete, []
@@ -249,7 +271,9 @@ class ForwardWork:
         named = [(piece.operation.command.request_id, piece.index) for piece in pieces]
         lengths = [piece.tokens for piece in pieces]
         pixels = [piece.pixels for piece in pieces] if any(piece.pixels for piece in pieces) else []
-        self.send(RunPass(number, first.base_model, first.backward, named, lengths, pieces[0].together, pixels))
+        call = RunPass(number, first.base_model, first.backward, named, lengths, pieces[0].together, pixels)
+        self.sent[number] = call, time.monotonic()
+        self.send(call)
 
     def _count(self, first: ForwardOperation, tokens: int) -> None:
         labels = first.base_model, direction_of(first.backward)
@@ -295,9 +319,7 @@ class ForwardWork:
         operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
         for operation in operations.values():
             self.order.paces.full[operation.base_model] = message.tokens_per_pass
-        for request_id, index, output in _outputs(message):
-            if request_id in operations:
-                operations[request_id].results[index] = output
+        self._take_results(message, pieces, operations)
         for request_id, _, error_type, reason in message.failures:
             if request_id in operations:
                 failures, error = operations[request_id].failures, error_of(error_type, reason)
@@ -318,6 +340,14 @@ class ForwardWork:
             self.last_shares[base_model] = shares
             for model_id, tokens in shares.items():
                 self.paid[model_id] += seconds * tokens / shares.total()
+
+    def _take_results(self, message: PassDone, pieces: list[Piece], operations: dict[str, ForwardOperation]) -> None:
+        for request_id, index, output in _outputs(message):
+            if request_id in operations:
+                operations[request_id].results[index] = output
+        if message.number in self.sent:
+            call, sent_at = self.sent.pop(message.number)
+            self.passed(call, [piece for piece in pieces if piece.index in piece.operation.results], sent_at)
 
     def _pass_failed(self, operation: ForwardOperation) -> None:
         """Fail an operation, and the step that it belongs to, which lacks a part of its gradients.

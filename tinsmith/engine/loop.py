@@ -204,8 +204,8 @@ class Engine:
         self.status = StatusBoard(self.scheduler, workers)
         self.lost: dict[str, str] = {}
         """Models that ended with a worker, and why, until that is in the log."""
-        self.returning: dict[str, str] = {}
-        """The same of models that come back, whose snapshots are lost."""
+        self._is_told_ready = False
+        """Whether the server knows that these workers take work."""
         self.reading = Backoff()
         """Back-off for reading the log, and for recording lost models."""
         self.stopping = False
@@ -271,7 +271,10 @@ class Engine:
                 self.scheduler.take(message)
 
     def _tell_ready(self) -> None:
-        if self.workers.is_ready and not self.has_lost:
+        """Tell the server once that the workers take work, when all models and their snapshots are back."""
+        is_back = not (self.lost or self.scheduler.crash_recovery.waiting)
+        if self.workers.is_ready and is_back and not self._is_told_ready:
+            self._is_told_ready = True
             self.link.send(Ready([facts.to_dict() for facts in self.workers.models.values()]))
 
     # ---- What is due
@@ -286,11 +289,12 @@ class Engine:
         self.scheduler.fail_overdue()
         if self._may_train:
             self.scheduler.turn()
+        self._tell_ready()
         self.status.note()
 
     @property
     def has_lost(self) -> bool:
-        return bool(self.lost or self.returning)
+        return bool(self.lost)
 
     @property
     def _may_train(self) -> bool:
@@ -333,7 +337,7 @@ class Engine:
         WORKER_RESTARTS.inc()
         self.scheduler.crash_recovery.workers_ended(reason)
         self.lost |= self.scheduler.crash_recovery.take_lost()
-        self.returning |= dict.fromkeys(self.scheduler.crash_recovery.waiting, reason)
+        self._is_told_ready = False
         self.link.send(Recovering(reason))
 
     def _record_lost(self) -> None:
@@ -342,11 +346,10 @@ class Engine:
         if not self.has_lost or self.recorder.waiting or self.reading.wait_s > 0:
             return
         with self._tried_later("what the worker had waits"):
-            failed = self.store.lose_models(self.lost, self.returning)
-            self.lost, self.returning = {}, {}
+            failed = self.store.lose_models(self.lost)
+            self.lost = {}
             for outcome in failed:
                 self._recorded(outcome)
-            self._tell_ready()
 
     def _end(self) -> None:
         """Finish the running passes, save all models as those of idle sessions, and record the outcomes that are left.

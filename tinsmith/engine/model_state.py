@@ -2,46 +2,16 @@
 
 import time
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from tinsmith.engine.command_queue import CommandQueue
+from tinsmith.engine.history import History, Mark, Saved
 from tinsmith.errors import NotFoundError, StoreUnavailableError, TinsmithError
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.work import Call, ClearGradients, CreateModel, DeleteModel, LoadModel
+from tinsmith.protocol.work import Call, ClearGradients, DeleteModel
 from tinsmith.store.records import REJECTED, Command
-
-# A model that workers hold: what has happened to it, and from where new workers can restore it.
-
-
-@dataclass(frozen=True)
-class Fresh:
-    """A model that was created and never stepped: its seed says it all."""
-
-    shape: LoraShape
-    lasts: bool = True
-
-    def call(self, number: int, base_model: str, model_id: str) -> CreateModel:
-        """Return the call that restores the model on a new worker."""
-        return CreateModel(number, base_model, model_id, asdict(self.shape))
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Files: of a checkpoint, or of a kept copy."""
-
-    name: str
-    """The checkpoint's path, or what messages call the copy."""
-    directory: str
-    optimizer: bool
-    """Whether it has the optimizer's state; if not, the optimizer starts anew, as it did when the model was loaded."""
-    lasts: bool = False
-    """Whether no client can delete or replace it, as with a kept copy."""
-
-    def call(self, number: int, base_model: str, model_id: str) -> LoadModel:
-        """Return the call that restores the model on a new worker."""
-        return LoadModel(number, base_model, model_id, self.name, self.directory, self.optimizer)
 
 
 @dataclass
@@ -51,23 +21,26 @@ class LoadedModel:
     model_id: str
     base_model: str
     shape: LoraShape
+    history: History
+    """What it can be restored from."""
     spoiled: str | None = None
     """The reason why the gradients since the last optim_step are not what the client asked for."""
-    origin: Fresh | Saved | None = None
-    """Where the state that the last finished step left is kept; None if nowhere: the model ends with its workers."""
     added_seq: int = -1
     """seq_id of the newest operation that is finished and has added gradients."""
     stepped_seq: int = -1
     """seq_id of the newest optim_step that is finished, whether it was applied or has failed."""
     told_of_empty_step: bool = False
     """The log has been told that it took a step without gradients."""
-    state: int = 0
-    """The number of the state that the last finished step, or load, has left: each leaves another."""
 
     @property
     def has_gradients(self) -> bool:
         """Whether finished operations have added gradients since the last step."""
         return self.added_seq > self.stepped_seq
+
+    def spoil(self, reason: str) -> None:
+        """Let the next optim_step be refused: the gradients are not what the client asked for."""
+        self.spoiled = reason
+        self.history.forget_gradients()
 
 
 # Operations that have begun. Each is a generator: each `yield` is a call to a worker and returns its reply.
@@ -103,6 +76,8 @@ class Ended:
     result: dict[str, Any]
     resolved: dict[str, Any] | None = None
     """Values that it read or wrote outside of its payload (`Outcome.resolved`)."""
+    saved: Saved | None = None
+    """Files from which the model can be restored as it was when they were copied."""
 
 
 @dataclass(eq=False)
@@ -118,8 +93,8 @@ class Running:
     """The number of the call that it waits for; None if it waits for the database."""
     has_begun: bool = False
     """Whether it has come to its first call: before that nothing of it has happened."""
-    copied_state: int | None = None
-    """State of the model (`LoadedModel.state`) that a save has copied. The model goes on meanwhile."""
+    copied: Mark | None = None
+    """The place in the model's history of what a save has copied. The model goes on meanwhile."""
 
     def step(self, answer: dict[str, Any] | TinsmithError | None) -> Call | StoreUnavailableError | Ended:
         """Go on with the answer to the last call, to the next call, to a wait for the database, or to the end.
@@ -160,6 +135,8 @@ class ModelState:
     """
     next_is_save: bool = False
     """Whether the next command is a save too, and waits for the end of this one."""
+    put_aside: list[Command] = field(default_factory=list)
+    """Operations that return to the queue, while the end of the workers is taken in."""
     is_put_off: bool = False
     """Whether its next command, or its saving at the end, waits for the database."""
     ending: Literal["save", "drop"] | None = None
@@ -210,7 +187,7 @@ class ModelStates(dict[str, ModelState]):
     def spoil_step(self, model_id: str, reason: str) -> None:
         """Let the next optim_step be refused: the gradients are not what the client asked for."""
         if (model := self.find(model_id)) is not None:
-            model.spoiled = reason
+            model.spoil(reason)
 
     def after_failure(self, command: Command, reason: str) -> None:
         """Leave the model in a known state.
@@ -223,9 +200,10 @@ class ModelStates(dict[str, ModelState]):
         if command.kind == "optim_step":
             model.spoiled = None
             model.stepped_seq = command.seq_id
+            model.history.forget_gradients()
             self._send(ClearGradients(model.base_model, command.model_id))
         elif command.kind in ("forward_backward", REJECTED):
-            model.spoiled = f"seq_id {command.seq_id}: {reason}"
+            model.spoil(f"seq_id {command.seq_id}: {reason}")
 
     def unload(self, state: ModelState) -> None:
         """Free a model, if it was ever created, and its snapshots."""

@@ -4,16 +4,18 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
 from tinsmith.config import Config
 from tinsmith.engine.checkpoints import CheckpointOperations, CheckpointRows, require_rank, writes_files
-from tinsmith.engine.model_state import Ended, Fresh, LoadedModel, ModelState, ModelStates, Running, Saved, Steps
+from tinsmith.engine.copies import Copies
+from tinsmith.engine.history import CopiedForSave, Fresh, History, Kept, Mark, Published
+from tinsmith.engine.model_state import Ended, LoadedModel, ModelState, ModelStates, Running, Steps
 from tinsmith.engine.outcomes import Backoff, Outcomes
 from tinsmith.engine.unloading import Unloading
 from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
@@ -21,9 +23,8 @@ from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.protocol.work import CreateModel, OptimStep, TakeSnapshot
+from tinsmith.protocol.work import CreateModel, ExportModel, OptimStep, SaveModel, TakeSnapshot
 from tinsmith.store import ids
-from tinsmith.store.files import kept_copies
 from tinsmith.store.records import REJECTED, Command
 from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.training_requests import (
@@ -51,6 +52,7 @@ class Operations:
         self.store = rows.store
         self.facts = facts
         self.models = models
+        self.copies = Copies(config, self.store, models)
         self.next_number = itertools.count(1).__next__
         self.checkpoints = CheckpointOperations(config, rows, models, facts, self.next_number)
 
@@ -89,7 +91,9 @@ class Operations:
         seed = _seed_of(model_id) if lora.seed is None else lora.seed
         shape = LoraShape(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
         found = yield CreateModel(self.next_number(), base_model, model_id, asdict(shape))
-        self.models[model_id].loaded = LoadedModel(model_id, base_model, shape, origin=Fresh(shape))
+        model = LoadedModel(model_id, base_model, shape, History([Kept(Fresh(shape), Mark())]))
+        self.models[model_id].loaded = model
+        self.copies.announce(model)
         return Ended({"model_id": model_id, "type": "create_model"}, {"seed": seed} | found)
 
     def _optim_step(self, command: Command, adam: AdamParams) -> Steps[Ended]:
@@ -102,15 +106,12 @@ class Operations:
         settings = AdamSettings(
             adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm
         )
-        copy, before = self._copy_after(model, command.seq_id)
-        answer = yield OptimStep(self.next_number(), model.base_model, model.model_id, asdict(settings), copy, before)
-        model.origin = (
-            Saved(f"the kept copy of model {model.model_id}", copy, optimizer=True, lasts=True)
-            if answer["kept"]
-            else None
-        )
-        model.state += 1
-        metrics = answer["metrics"] | ({} if model.has_gradients else self._without_gradients(model, command))
+        copy, before = self.copies.after_step(self.models[command.model_id], model, command.seq_id)
+        call = OptimStep(self.next_number(), model.base_model, model.model_id, asdict(settings), copy, before)
+        sent_at = time.monotonic()
+        metrics = (yield call)["metrics"]
+        self.copies.stepped(model, call, command.seq_id, metrics["grad_norm"], sent_at)
+        metrics |= {} if model.has_gradients else self._without_gradients(model, command)
         model.stepped_seq = command.seq_id
         return Ended({"metrics": metrics})
 
@@ -126,17 +127,11 @@ class Operations:
             )
         return {"without_gradients": 1.0}
 
-    def _copy_after(self, model: LoadedModel, seq_id: int) -> tuple[str, str]:
-        """Return where a step's copy goes, and where the one before is; none for full weights, which are too large."""
-        if not self.config.training.kept_copies_gib or model.shape.rank == 0:
-            return "", ""
-        before = model.origin.directory if isinstance(model.origin, Saved) else ""
-        return str(kept_copies(Path(self.config.data_dir), model.model_id) / str(seq_id)), before
-
     def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
         model = self.models.require(command.model_id)
         inflight = request.kind == "inflight"
         yield TakeSnapshot(self.next_number(), model.base_model, model.model_id, command.request_id, inflight)
+        model.history.add(Published(model.history.state, command.request_id, inflight))
         session_id = ids.session_of(command.model_id)
         return Ended({"sampling_session_id": ids.sampling_session_id(session_id, request.sampling_session_seq_id or 0)})
 
@@ -220,9 +215,31 @@ class StepwiseOperations:
         """
         running = self.models.in_call(number)
         if running is not None and running.command is not None:
-            running.copied_state = self.models.require(running.model_id).state
+            history = self.models.require(running.model_id).history
+            running.copied = history.mark()
+            history.add(CopiedForSave(running.copied, running.command))
             state = self.models[running.model_id]
             state.running, state.saving = None, running
+
+    def save_again(self, event: CopiedForSave) -> Generator[SaveModel | ExportModel, Any, None]:
+        """Do a save again that ended with its worker, up to the copy, while its model is brought back.
+
+        Raises StoreUnavailableError.
+        """
+        command, state = event.command, self.models[event.command.model_id]
+        if state.saving is not None:  # its files are written, and it only waits for its row
+            return
+        with failing_into(partial(self._not_saved_again, command), StoreUnavailableError):
+            running = Running(command.model_id, self.operations.start(command, self.operations.read(command)), command)
+            call = running.step(None)
+            assert isinstance(call, SaveModel | ExportModel)
+            running.has_begun, running.in_call, running.copied = True, call.number, event.mark
+            yield call
+            state.saving = running
+
+    def _not_saved_again(self, command: Command, error: TinsmithError) -> None:
+        self.models.require(command.model_id).history.forget_save(command)
+        self.outcomes.fail(command, error)
 
     def _go_on(self, running: Running, answer: "dict[str, object] | TinsmithError | None") -> None:
         """Take an operation to its next call, or to its end. Raises StoreUnavailableError if it could not begin."""
@@ -237,7 +254,7 @@ class StepwiseOperations:
                 if not isinstance(step, StoreUnavailableError):
                     running.in_call = step.number
                     self.send(step)
-                elif running.copied_state is None:
+                elif running.copied is None:
                     self.waits.put_off(running.model_id, step)
                 else:
                     log.warning("a checkpoint of model %s waits for the database: %s", running.model_id, step)
@@ -254,18 +271,22 @@ class StepwiseOperations:
     def _remove(self, running: Running) -> ModelState:
         """Take an operation that has ended out of the state of its model, which is returned."""
         state = self.models[running.model_id]
-        if running.copied_state is None:
+        if running.copied is None:
             state.running = None
         else:
             state.forget_save()
+            if state.loaded is not None and running.command is not None:
+                state.loaded.history.forget_save(running.command)
         return state
 
     def _ended(self, running: Running, ended: Ended) -> None:
         state = self._remove(running)
         if running.command is None:
             self.unloading.unload(state)
-        else:
-            self.outcomes.ended(running.command, running, ended)
+            return
+        self.outcomes.ended(running.command, running, ended)
+        if state.loaded is not None and running.copied is not None and ended.saved is not None:
+            self.operations.copies.saved(state.loaded, ended.saved, running.copied)
 
     def _failed(self, running: Running, error: TinsmithError) -> None:
         state = self._remove(running)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,8 +29,8 @@ class Outcomes:
     record: Callable[[list[Outcome]], None]
     gpu_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of devices by model, until the next outcome of the model takes them along."""
-    suspects: set[str] = field(default_factory=set)
-    """Operations that were under way when workers ended, and are computed again."""
+    suspects: Counter[str] = field(default_factory=Counter)
+    """How often workers have ended while each operation was under way that is computed again."""
 
     def computed(self, operations: Sequence[ForwardOperation]) -> None:
         """Record forward work; what cannot be written fails."""
@@ -39,8 +39,8 @@ class Outcomes:
             with failing_into(partial(self.fail, operation.command, touches_step=operation.backward)):
                 encoded[operation] = replace(_outcome(operation), gpu_seconds=self._unpaid(operation.command.model_id))
         self.record(list(encoded.values()))
-        self.suspects -= {operation.command.request_id for operation in encoded}
         for operation in encoded:
+            self.suspects.pop(operation.command.request_id, None)
             if operation.backward:
                 TRAINED_TOKENS.labels(operation.base_model).inc(operation.tokens)
                 if (state := self.models.get(operation.command.model_id)) is not None:
@@ -51,7 +51,7 @@ class Outcomes:
 
     def ended(self, command: Command, running: Running, ended: Ended) -> None:
         """Record the result of an operation that is no forward work."""
-        self.suspects.discard(command.request_id)
+        self.suspects.pop(command.request_id, None)
         result, seconds = orjson.dumps(ended.result), self._unpaid(command.model_id)
         self.record([Outcome(command.request_id, result, "json", None, None, ended.resolved, gpu_seconds=seconds)])
         metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
@@ -66,7 +66,7 @@ class Outcomes:
         if isinstance(error, GivenUpError) and state is not None and state.ending:
             state.cancelled.append(command)
             return
-        self.suspects.discard(command.request_id)
+        self.suspects.pop(command.request_id, None)
         if touches_step:
             self.models.after_failure(command, str(error))
         seconds = self._unpaid(command.model_id)
@@ -86,14 +86,16 @@ class Outcomes:
         return self.gpu_seconds.pop(model_id, 0.0)
 
     def forget(self, model_id: str) -> None:
-        self.suspects = {each for each in self.suspects if not each.startswith(f"{model_id}/")}
+        for request_id in [each for each in self.suspects if each.startswith(f"{model_id}/")]:
+            del self.suspects[request_id]
         self.gpu_seconds.pop(model_id, None)
 
 
 def _outcome(operation: ForwardOperation) -> Outcome:
     outputs = [{"logprobs": result.logprobs} for result in operation.in_order]
     result = encode_output(outputs, operation.metrics)
-    return Outcome(operation.command.request_id, result, "protobuf", None, None, tokens=operation.tokens)
+    command, tokens = operation.command, operation.tokens
+    return Outcome(command.request_id, result, "protobuf", None, None, tokens=tokens, replays=operation.backward)
 
 
 def _tell_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:

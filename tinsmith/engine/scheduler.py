@@ -12,17 +12,18 @@ from functools import partial
 from cachetools import LRUCache
 
 from tinsmith.config import Config
-from tinsmith.engine.crash_recovery import CrashRecovery
+from tinsmith.engine.crash_recovery import CrashRecovery, Reply
 from tinsmith.engine.forward_work import ForwardWork, PassOrder
 from tinsmith.engine.model_state import ModelState
 from tinsmith.engine.operations import DatabaseWaits, Operations, StepwiseOperations
 from tinsmith.engine.outcomes import Outcomes
 from tinsmith.engine.passes import ActiveSessions, Paces
+from tinsmith.engine.replay import Replay
 from tinsmith.engine.unloading import Unloading
 from tinsmith.errors import StoreUnavailableError, UserError, reported
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.work import Answer, CallFailed, Copied, PassDone, Prepared, PrepareFailed, error_of
+from tinsmith.protocol.work import Answer, CallFailed, Copied, CopyEnded, PassDone, Prepared, PrepareFailed, error_of
 from tinsmith.store import ids
 from tinsmith.store.records import LOCAL, Command, Outcome
 
@@ -62,12 +63,14 @@ class OperationScheduler:
         waits = self.waits
         self.forward = ForwardWork(
             *(order, operations.next_number, send, self.outcomes.fail, waits.put_back, waits.put_off),
+            operations.copies.passed,
             paid=self.outcomes.gpu_seconds,
         )
         self.unloading = Unloading(self.models, self.sessions, operations.store, self.forward, self.outcomes)
         self.stepwise = StepwiseOperations(self.models, operations, self.outcomes, self.unloading, self.waits, send)
+        replay = Replay(self.forward, operations.store, operations.next_number, send, self.stepwise.save_again)
         self.crash_recovery = CrashRecovery(
-            *(self.models, self.forward, self.outcomes, operations.next_number, self.unloading.forget, send)
+            self.models, self.forward, self.outcomes, replay, self.unloading.forget, send
         )
 
     def _tenant_of(self, model_id: str) -> str:
@@ -89,6 +92,7 @@ class OperationScheduler:
     def wait_s(self) -> float:
         """Seconds until a `turn` has something to do that no message announces."""
         waits = [self.waits.backoff.wait_s] if self.models.wait_for_database else []
+        waits += [self.crash_recovery.backoff.wait_s] if self.crash_recovery.backoff.is_failing else []
         later = [state for state in self.models.values() if state.save_again_at is not None]
         busy = self._busy if later else set()
         waits += [
@@ -146,7 +150,7 @@ class OperationScheduler:
         for state in [state for state in self.models.values() if state.queue.head() is not None]:
             if not state.is_put_off and state.model_id not in self.crash_recovery.waiting:
                 self._advance(state)
-        self.forward.send_passes(self.models.put_off)
+        self.forward.send_passes({*self.models.put_off, *self.crash_recovery.waiting})
         self.outcomes.computed(self.forward.take_complete())
         for state in self.to_unload():
             if state.ending == "save" and state.loaded is not None:
@@ -190,14 +194,22 @@ class OperationScheduler:
     def take(self, message: Message) -> None:
         """Take in what the workers say of their work."""
         match message:
+            case CopyEnded():
+                self.operations.copies.ended(message)
+            case Prepared() | PrepareFailed() | PassDone() | Copied() | Answer() | CallFailed():
+                if not self.crash_recovery.take(message):
+                    self._take_reply(message)
+
+    def _take_reply(self, message: Reply) -> None:
+        match message:
             case Prepared() | PrepareFailed() | PassDone():
                 self.forward.take(message)
             case Copied():
                 self.stepwise.copied(message.number)
-            case Answer() | CallFailed():
-                answer = message.result if isinstance(message, Answer) else error_of(message.error_type, message.error)
-                if not self.crash_recovery.answered(message.number, answer):
-                    self.stepwise.answered(message.number, answer)
+            case Answer():
+                self.stepwise.answered(message.number, message.result)
+            case CallFailed():
+                self.stepwise.answered(message.number, error_of(message.error_type, message.error))
 
     def fail_overdue(self) -> None:
         """Fail commands that waited too long for their predecessor.

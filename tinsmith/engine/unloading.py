@@ -7,7 +7,7 @@ from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.model_state import ModelState, ModelStates
 from tinsmith.engine.outcomes import Outcomes
 from tinsmith.engine.passes import ActiveSessions
-from tinsmith.errors import GivenUpError, TinsmithError, UserError
+from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError, UserError
 from tinsmith.store.store import Store
 
 CANCELLED = GivenUpError("it was cancelled: its session ended before the operation was run")
@@ -31,6 +31,8 @@ class Unloading:
             if model_id.startswith(f"{session_id}:train:"):
                 state.cancelled += (*self.forward.cancel(model_id, CANCELLED), *state.queue.cancel())
                 state.ending = "save" if save else "drop"
+                if state.loaded is not None:  # no step takes them any more
+                    state.loaded.history.forget_gradients()
 
     def unload(self, state: ModelState) -> None:
         """Unload a model as it is, and fail its operations that are not run any more."""
@@ -38,6 +40,8 @@ class Unloading:
         self.fail_cancelled(state)
         self.models.unload(state)
         self.forget(state.model_id)
+        with suppress(StoreUnavailableError):  # they go with their session then
+            self.store.release(state.model_id)
 
     def fail_cancelled(self, state: ModelState, error: TinsmithError | None = None) -> None:
         """Fail what is not run any more of a model; by default with what became of the model."""

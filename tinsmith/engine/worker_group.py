@@ -47,6 +47,8 @@ class WorkerGroup:
 
         `engine` is woken up by what the workers say. Without a `launcher` they are children of this process.
         """
+        # Of models that ended with the engine before
+        shutil.rmtree(Path(config.data_dir) / SNAPSHOTS_DIR, ignore_errors=True)
         self.config = config
         self.launcher = launcher or Launcher()
         configs = [_config_of(config, rank, count, self.launcher.gpus_by_number) for rank in range(count)]
@@ -112,8 +114,6 @@ class WorkerGroup:
             self._look_at = time.monotonic() + LOOK_FOR_HOSTS_S
             return
         self._meeting.close()
-        # They ended with the workers before
-        shutil.rmtree(Path(self.config.data_dir) / SNAPSHOTS_DIR, ignore_errors=True)
         self._told = False
         meeting = ""
         if self.count > 1 and not hosts:

@@ -3,8 +3,8 @@
 Engine to worker: Prepare, Drop, RunPass, the calls (CreateModel, OptimStep, TakeSnapshot, SaveModel, ExportModel,
 LoadModel), FinishSave, the orders that need no answer (ClearGradients, DeleteModel, DropFiles), and of what the server
 says: Sample, CancelSample, EndSession, ForgetCheckpoint, Shutdown. Worker to engine: WorkerReady, Alive, Prepared,
-PrepareFailed, PassDone, Copied, PartWritten, Answer, CallFailed, WorkerStatus, Bye, and for the server: SampleDone,
-SampleFailed, SampleEvents.
+PrepareFailed, PassDone, CopyEnded, Copied, PartWritten, Answer, CallFailed, WorkerStatus, Bye, and for the server:
+SampleDone, SampleFailed, SampleEvents.
 
 A worker answers a call once, under the number that the engine gave it. Numbers are never used twice. Errors travel as
 the name of their class in `errors.py` and their message.
@@ -142,7 +142,7 @@ class CreateModel(Message):
 class OptimStep(Message):
     """Apply and clear a model's gradients.
 
-    The answer holds `metrics`, and as `kept` whether there is a kept copy of the result.
+    The answer holds `metrics`. `CopyEnded` follows if a copy was asked for.
     """
 
     number: int
@@ -153,7 +153,18 @@ class OptimStep(Message):
     copy: str = ""
     """Directory for a kept copy of the result; empty if this worker writes none."""
     before: str = ""
-    """Directory of the copy before, which stays until another step comes; empty if there is none."""
+    """Directory of the copy before, which stays beside it; empty if there is none."""
+
+
+@dataclass(frozen=True)
+class CopyEnded(Message):
+    """A kept copy is complete, or there is none."""
+
+    model_id: str
+    directory: str
+    is_complete: bool
+    blocked_s: float
+    """Seconds for which the device waited for the copy."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from tinsmith.store.sessions import (
     how_to_go_on,
     insert_model,
     insert_sampling_session,
+    living_models,
     lose_all_models,
     lose_model,
     refusal,
@@ -78,6 +79,25 @@ _IMAGE_BYTES = (
 _KEPT_INPUT = {"kept_bytes": func.length(commands.c.payload) + func.coalesce(_IMAGE_BYTES, 0)}
 _FINISH_AND_DROP = _FINISH.values(_DROPPED_INPUT).returning(commands.c.id, commands.c.kept_bytes)
 _FINISH_AND_KEEP = _FINISH.values(_KEPT_INPUT).returning(commands.c.id, commands.c.kept_bytes)
+_FINISH_AND_LEAVE = _FINISH.returning(commands.c.id, commands.c.kept_bytes)
+_LEFT = (
+    select(commands.c.id)
+    .where(
+        commands.c.model_id == bindparam("model"),
+        commands.c.seq_id > bindparam("after"),
+        commands.c.seq_id <= bindparam("upto"),
+        commands.c.status != "queued",
+        commands.c.payload.is_not(None),
+        commands.c.kept_bytes.is_(None),
+    )
+    .order_by(commands.c.seq_id)
+)
+_KEEP = (
+    update(commands)
+    .where(commands.c.id == bindparam("command_id"))
+    .values(_KEPT_INPUT)
+    .returning(commands.c.kept_bytes)
+)
 _DROP_REFERENCES = (
     delete(command_images)
     .where(command_images.c.command_id == bindparam("command_id"))
@@ -92,7 +112,7 @@ _USED = select(command_images.c.sha256).distinct()
 _KEPT_WITH = (
     select(commands.c.id)
     .join_from(command_images, commands)
-    .where(command_images.c.sha256 == bindparam("digest"), _IS_KEPT)
+    .where(command_images.c.sha256 == bindparam("digest"), commands.c.status != "queued")
     .distinct()
 )
 _BY_KEY = (commands.c.model_id == bindparam("model_id")) & (commands.c.seq_id == bindparam("seq_id"))
@@ -260,7 +280,7 @@ class Released:
 
 
 def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep: bool) -> Released:
-    """Finish queued commands as `Store.record`; with `keep` payloads and images stay."""
+    """Finish queued commands as `Store.record`; with `keep` payloads and images stay, and where an outcome says so."""
     kept = 0
     digests: list[bytes] = []
     applied: dict[str, int] = {}
@@ -270,9 +290,8 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
         if key is None:
             raise NotFoundError(f"{outcome.request_id!r} is not a request id")
         model_id, seq_id = key
-        finished = connection.execute(
-            _FINISH_AND_KEEP if keep else _FINISH_AND_DROP, _finished(outcome, model_id, seq_id, now)
-        ).first()
+        finish = _FINISH_AND_LEAVE if outcome.replays else _FINISH_AND_KEEP if keep else _FINISH_AND_DROP
+        finished = connection.execute(finish, _finished(outcome, model_id, seq_id, now)).first()
         if finished is None:
             continue
         if outcome.tokens or outcome.gpu_seconds:
@@ -281,6 +300,8 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
             applied[model_id] = max(seq_id, applied.get(model_id, 0))
         if seq_id == 0:  # create_model, or load_weights into a new model
             end_creation(connection, model_id, outcome.error is None)
+        if outcome.replays:
+            continue
         if keep:
             kept += finished.kept_bytes
         else:
@@ -288,6 +309,19 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
     for model_id, seq_id in applied.items():
         connection.execute(_APPLY, {"model": model_id, "seq": seq_id})
     usage.add_of_models(connection, now, used)
+    return Released(kept, digests)
+
+
+def release(connection: Connection, model_id: str, after: int, upto: int, keep: bool) -> Released:
+    """Release what `record` has left of a model's finished commands behind `after`, up to `upto`."""
+    kept = 0
+    digests: list[bytes] = []
+    left = connection.execute(_LEFT, {"model": model_id, "after": after, "upto": upto}).scalars().all()
+    for command_id in left:
+        if keep:
+            kept += connection.execute(_KEEP, {"command_id": command_id}).scalar_one()
+        else:
+            digests += _drop_input(connection, command_id)
     return Released(kept, digests)
 
 
@@ -351,6 +385,8 @@ def used(connection: Connection) -> set[bytes]:
 
 def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool) -> list[str]:
     """Fail all that is queued, lose all living models and snapshots; returns the request ids that failed."""
+    for model_id in living_models(connection):
+        release(connection, model_id, -1, _ALL, keep)
     lose_all_models(connection)
     failed, _ = _fail_queued(connection, dict.fromkeys(_queued_models(connection), reason), now, keep)
     living = sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None)
@@ -365,11 +401,14 @@ def lose_models(
 
     Returns the outcomes and what they release. Each error names the model's newest checkpoint.
     """
-    failed, released = _fail_queued(connection, reasons, now, keep)
+    failed, failing = _fail_queued(connection, reasons, now, keep)
+    all_released = [failing]
     for model_id in reasons:
+        all_released.append(release(connection, model_id, -1, _ALL, keep))
         lose_model(connection, model_id)
-    lose_snapshots(connection, reasons)
-    return failed, released
+        connection.execute(_LOSE_SNAPSHOTS, {"model": model_id, "reason": reasons[model_id]})
+    kept = sum(each.kept_bytes for each in all_released)
+    return failed, Released(kept, [digest for each in all_released for digest in each.digests])
 
 
 def _fail_queued(
@@ -383,9 +422,3 @@ def _fail_queued(
             for command in _queued(connection, model_id, (), _ALL)
         ]
     return failed, record(connection, failed, now, keep)
-
-
-def lose_snapshots(connection: Connection, reasons: Mapping[str, str]) -> None:
-    """Give up these models' snapshots, each for its reason; not those whose save is queued."""
-    for model_id, reason in reasons.items():
-        connection.execute(_LOSE_SNAPSHOTS, {"model": model_id, "reason": reason})

@@ -261,6 +261,8 @@ class Outcome:
     """Tokens of its passes, if it has succeeded."""
     gpu_seconds: float = 0.0
     """Seconds of devices for passes of its model, as far as they were known and no other operation has them."""
+    replays: bool = False
+    """Whether its request stays until `Store.release`, because a replay after a crash may need it."""
 
 
 @dataclass(frozen=True, eq=False)

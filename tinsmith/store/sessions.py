@@ -227,6 +227,11 @@ def end_creation(connection: Connection, model_id: str, succeeded: bool) -> None
     connection.execute(created.values(status="ready" if succeeded else "failed"))
 
 
+def living_models(connection: Connection) -> list[str]:
+    """Ids of the models that an engine has, or had."""
+    return list(connection.execute(select(models.c.model_id).where(_LIVING)).scalars())
+
+
 def lose_all_models(connection: Connection) -> None:
     """Note that all living models ended with the engine."""
     connection.execute(_FINISH_WITH_CLIENT)

@@ -78,11 +78,18 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         """Finish commands; a second outcome of one is ignored.
 
         The model notes the highest seq_id that succeeded; that of seq_id 0 makes it ready or failed. Payloads and
-        images are dropped, or kept up to the limit. Raises NotFoundError for a malformed request id.
+        images are dropped, or kept up to the limit, or left for a replay until `release`. Raises NotFoundError for a
+        malformed request id.
         """
         now, keep = time.time(), self._keep_bytes > 0
         with self.writing() as connection:
             released = commands.record(connection, outcomes, now, keep)
+        self._release(released)
+
+    def release(self, model_id: str, after: int = -1, upto: int = 2**62) -> None:
+        """Drop requests of a model that no replay needs, or keep them up to the limit: `after` < seq_id <= `upto`."""
+        with self.writing() as connection:
+            released = commands.release(connection, model_id, after, upto, keep=self._keep_bytes > 0)
         self._release(released)
 
     def _release(self, released: commands.Released) -> None:
@@ -174,14 +181,10 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
             if file.sha256 is None:
                 file.path.unlink(missing_ok=True)
 
-    def lose_models(self, lost: Mapping[str, str], returning: Mapping[str, str]) -> list[Outcome]:
-        """Note what ended with a worker, and why: models, and snapshots of models that come `returning`.
-
-        Returns the outcomes of what was queued for lost models.
-        """
+    def lose_models(self, lost: Mapping[str, str]) -> list[Outcome]:
+        """Note that models ended with a worker, and why; returns the outcomes of what was queued for them."""
         with self.writing() as connection:
             failed, released = commands.lose_models(connection, lost, time.time(), keep=self._keep_bytes > 0)
-            commands.lose_snapshots(connection, returning)
         self._release(released)
         return failed
 

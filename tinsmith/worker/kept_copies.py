@@ -1,13 +1,12 @@
 """Copies of models on disk, from which new workers restore them when this one dies.
 
-After a step of a LoRA model its weights and what AdamW remembers are copied, and a thread writes them as the files of a
-checkpoint. They are to outlive this process, not a power cut, so they are synced only where workers run on several
-hosts: there a copy has to outlive its host. The step is answered when its copy is complete, while other models use the
-device. So with a share of 1 there is a copy of every step that a client knows to have been taken. With less, steps that
-come before the last copy has paid off leave none.
+After a step for which the engine asks for a copy, weights and what AdamW remembers are copied, and a thread writes them
+as the files of a checkpoint while training goes on. They are to outlive this process, not a power cut, so they are
+synced only where workers run on several hosts: there a copy has to outlive its host.
 
-A copy is a directory named by the seq_id of its step. It appears when it is complete; the one before it stays until the
-next step, because a worker may die between the copy and the answer.
+A copy is a directory named by the seq_id of its step. It appears when it is complete; the one before it stays, to go
+back to if this one is damaged. The same thread writes snapshots, in the order in which both were taken: so there is a
+copy only when all snapshots before it are on the disk.
 
 The limit is for all workers together. So beside the directory of a model's copies lies an empty file, whose name ends
 with the number of bytes that were taken for them.
@@ -37,38 +36,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class KeptCopies:
-    """The copies that this worker writes.
-
-    They take at most `limit_bytes` on the disk, with those of all other workers, and that `share` of each model's time.
-    """
+    """The copies that this worker writes. With those of all others they take at most `limit_bytes` on the disk."""
 
     data_dir: Path
     limit_bytes: float
-    share: float
     threads: Background
     place: Place
     reserved: dict[str, int] = field(default_factory=dict)
-    """Disk bytes for this worker's copies of each model: two copies, as one stays while the next is written."""
-    paid_off_at: dict[str, float] = field(default_factory=dict)
-    """Monotonic time at which the last copy of each model will have taken no more than its share."""
+    """Disk bytes for this worker's copies of each model: three copies, as two stay while the next is written."""
 
     def keep(
-        self, backend: LocalBackend, model_id: str, directory: Path, before: str, then: Callable[[bool], None]
+        self, backend: LocalBackend, model_id: str, directory: Path, before: str, then: Callable[[bool, float], None]
     ) -> None:
         """Copy a model as it is now; `then` is told later whether `directory` holds the copy.
 
-        The model's other copies but `before` are deleted. One that cannot be kept is logged and costs no step.
+        It is told too for how many seconds the device has waited. The model's other copies but `before` are deleted.
+        One that cannot be kept is logged.
         """
         started = time.monotonic()
-        if started < self.paid_off_at.get(model_id, 0.0):
-            then(False)
-            return
         model = backend.optimizers[model_id]
         size = _room(model.weights.parameter_count)
         try:
             if not self._takes_room(model_id, size):
                 self._not_kept(model_id, f"copies may take {self.limit_bytes / 2**30:.4g} GiB here (--kept-copies-gib)")
-                then(False)
+                then(False, 0.0)
                 return
             base = backend.base
             about = About(
@@ -77,11 +68,12 @@ class KeptCopies:
             state = backend.copied(model, about, optimizer=True)
         except (TinsmithError, OSError, MemoryError, RuntimeError) as error:
             self._not_kept(model_id, error)
-            then(False)
+            then(False, 0.0)
             return
+        blocked_s = time.monotonic() - started
         self.threads.run(
             partial(write_copy, state, model_id, directory, before, durable=bool(self.place.host)),
-            partial(self._written, model_id, started, then),
+            partial(self._written, model_id, blocked_s, then),
         )
 
     def _takes_room(self, model_id: str, size: int) -> bool:
@@ -112,28 +104,25 @@ class KeptCopies:
     def forget(self, model_id: str) -> None:
         """Delete the copies of a model, whichever worker wrote them."""
         took = self.reserved.pop(model_id, None)
-        self.paid_off_at.pop(model_id, None)
         directory = kept_copies(self.data_dir, model_id)
         if took or directory.exists():
             self.threads.run(partial(_delete, directory), lambda ended: None)
 
-    def _written(self, model_id: str, started: float, then: Callable[[bool], None], ended: "Future[None]") -> None:
-        if model_id in self.reserved:  # or it was deleted meanwhile
-            self.paid_off_at[model_id] = started + (time.monotonic() - started) / self.share
+    def _written(
+        self, model_id: str, blocked_s: float, then: Callable[[bool, float], None], ended: "Future[None]"
+    ) -> None:
         error = ended.exception()
         if error is not None:
             self._not_kept(model_id, error)
-        then(error is None)
+        then(error is None, blocked_s)
 
     def _not_kept(self, model_id: str, why: object) -> None:
-        log.warning(
-            "model %s would be lost with this worker until it is saved: no copy of it could be kept: %s", model_id, why
-        )
+        log.warning("no copy of model %s could be kept, so its replay would take longer: %s", model_id, why)
 
 
 def _room(parameters: int) -> int:
-    """Bytes of two copies of a model: weights and two moments each, in float32."""
-    return 2 * 3 * 4 * parameters
+    """Bytes of three copies of a model: weights and two moments each, in float32."""
+    return 3 * 3 * 4 * parameters
 
 
 def _taken(home: Path) -> list[Path]:
@@ -154,10 +143,9 @@ def write_copy(state: SavedState, model_id: str, directory: Path, before: str, d
     """
     home = directory.parent
     home.mkdir(parents=True, exist_ok=True)
-    for other in home.iterdir():
-        if str(other) != before:
-            shutil.rmtree(other, ignore_errors=True)
     writing = home / f"{WRITING_PREFIX}{directory.name}"
+    for left in (writing, directory):  # by a worker that has died
+        shutil.rmtree(left, ignore_errors=True)
     write_state(state, writing)
     sizes = [file.stat().st_size for file in writing.iterdir()]
     about = state.about
@@ -182,6 +170,9 @@ def write_copy(state: SavedState, model_id: str, directory: Path, before: str, d
     writing.rename(directory)
     if durable:
         sync(home)
+    for other in home.iterdir():
+        if str(other) not in (before, str(directory)):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def name_of_copy(model_id: str) -> str:

@@ -75,8 +75,8 @@ IMAGE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 DISK_THREADS = 4
 """Files that are written or read at a time: each waits for a disk or an object store."""
 
-COPY_THREADS = 2
-"""Kept copies that are written at a time. Steps wait for them, so they do not wait behind checkpoints."""
+COPY_THREADS = 1
+"""Kept copies and snapshots that are written at a time: one after the other, in their order."""
 
 
 class Worker:
@@ -163,7 +163,7 @@ class Worker:
             self._dropped,
         )
         room = config.training.kept_copies_gib * 2**30
-        kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, place)
+        kept = KeptCopies(Path(config.data_dir), room, self.copies, place)
         self.models = Models(
             backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept
         )
@@ -233,11 +233,7 @@ class Worker:
             threads.deliver()
 
     def _dropped(self) -> set[str]:
-        """Return operations that the engine dropped during a pass, and answer steps whose copies are kept.
-
-        The engine's messages are handled after the pass.
-        """
-        self.copies.deliver()
+        """Return operations that the engine dropped during a pass; its messages are handled after the pass."""
         self.early += self.link.receive(0.0)
         return {operation for message in self.early if isinstance(message, Drop) for operation in message.operations}
 

@@ -22,6 +22,7 @@ from tinsmith.protocol.work import (
     Call,
     CallFailed,
     Copied,
+    CopyEnded,
     CreateModel,
     ExportModel,
     LoadModel,
@@ -102,17 +103,16 @@ class Models:
         self.kept.forget(model_id)
 
     def _step(self, backend: LocalBackend, message: OptimStep) -> None:
-        """Take a step, answered once a copy is kept: then nothing that ends this process can take it back."""
+        """Take a step, and begin a copy of what it has left, if the engine wants one."""
         settings = message.settings | {"betas": tuple(message.settings["betas"])}
         metrics = backend.optim_step(message.model_id, AdamSettings(**settings))
-
-        def answer(kept: bool) -> None:
-            self._answer(message, {"metrics": metrics, "kept": kept})
-
+        self._answer(message, {"metrics": metrics})
         if message.copy:
-            self.kept.keep(backend, message.model_id, Path(message.copy), message.before, answer)
-        else:
-            answer(False)
+
+            def told(is_complete: bool, blocked_s: float) -> None:
+                self.send(CopyEnded(message.model_id, message.copy, is_complete, blocked_s))
+
+            self.kept.keep(backend, message.model_id, Path(message.copy), message.before, told)
 
     def _save(self, backend: LocalBackend, message: SaveModel | ExportModel) -> None:
         """Copy a model, or this worker's part of one that is sharded, for a thread to write."""
@@ -156,6 +156,8 @@ class Models:
             weights = replace(weights, flat=weights.flat.to(device))
         weights_id = ids.inflight_id(message.model_id) if message.inflight else message.request_id
         self.snapshots.publish(message.base_model, weights_id, weights)
+        if isinstance(weights, Adapter):
+            self.snapshots.replicate(self.kept.threads, message.base_model, weights_id, weights)
 
     def _beside(self, message: SaveModel | ExportModel, work: Callable[[], dict[str, Any]]) -> None:
         """Let a thread do the work, whose result is the answer."""

@@ -1,7 +1,8 @@
 """Frozen weights that sessions sample: ephemeral snapshots, and checkpoints, loaded when they are first sampled.
 
 Over `memory_bytes` the least recently sampled leave the memory and come back on use. An ephemeral snapshot is written
-to disk then, once; a checkpoint lies there already.
+to disk then, once; a checkpoint lies there already. Adapters are written when they are published, so that the next
+worker has them if this one dies.
 
 Clients do not say when they are done with a snapshot, and a training run makes one at every step. So it is dropped when
 nobody has sampled it for `idle_s`, and over `disk_bytes` the least recently sampled are. The newest of each model and
@@ -13,6 +14,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,11 +26,13 @@ from tinsmith.models.full import Weights
 from tinsmith.models.machine import require_memory
 from tinsmith.observing.metrics import PUBLISHES
 from tinsmith.protocol.shapes import WeightsRef
+from tinsmith.sampling.sampler import ref_of
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.shared import SavedRows, SharedCheckpoints, require_sampled
 from tinsmith.training.checkpoint import About, read_about, read_state, weights_from
 from tinsmith.wire.paths import is_path
+from tinsmith.worker.background import Background
 from tinsmith.worker.checkpoint_files import opened_files
 from tinsmith.worker.spill import Key, Spill, Written
 
@@ -110,7 +114,7 @@ class Snapshots:
         idle_s: float = math.inf,
         shared: SharedCheckpoints | None = None,
     ) -> None:
-        """Keep snapshots for which memory has no room in directory `spill`; delete what an earlier worker left there.
+        """Keep snapshots in directory `spill`, and take over what an earlier worker of the same engine left there.
 
         Checkpoints that are not among the `rows` of the database are looked for among the `shared` ones.
         """
@@ -135,20 +139,44 @@ class Snapshots:
         self._reading: set[Key] = set()
         """Weights that are being read and have not changed since that began."""
         self._looked_at = time.monotonic()
+        self._refs = self.spill.refs()
+        """Identity of each ephemeral snapshot."""
+        for base_model, snapshot_id in self._refs:
+            self._note(base_model, snapshot_id)
 
     def publish(self, base_model: str, snapshot_id: str, weights: Weights) -> None:
         """Keep frozen weights for the sessions that are bound to this id, in the place of what they had before."""
         key = (base_model, snapshot_id)
         self.spill.drop(key)
         self._reading.discard(key)
-        self.sampled_at[key] = time.monotonic()
-        if not ids.is_inflight(snapshot_id):
-            self.newest[base_model, _model_of(snapshot_id)] = key
+        self._refs[key] = ref_of(weights, base_model)
+        self._note(base_model, snapshot_id)
         self._keep(key, Snapshot(weights))
         PUBLISHES.labels(base_model).inc()
         self._drop_beyond_disk()
         for watch in self.watchers:
             watch(base_model, weights)
+
+    def _note(self, base_model: str, snapshot_id: str) -> None:
+        """Note that there is a snapshot, which is its model's newest."""
+        key = (base_model, snapshot_id)
+        self.sampled_at[key] = time.monotonic()
+        if not ids.is_inflight(snapshot_id):
+            self.newest[base_model, _model_of(snapshot_id)] = key
+
+    def replicate(self, threads: Background, base_model: str, snapshot_id: str, weights: Weights) -> None:
+        """Let a thread write a snapshot that was just published to the disk, for the worker after this one."""
+        key, ref = (base_model, snapshot_id), ref_of(weights, base_model)
+        about = About.of(self.bases[base_model], weights.shape)
+
+        def then(ended: "Future[Written]") -> None:
+            error = ended.exception()
+            if error is None:
+                self.spill.take(key, ended.result(), wanted=self._refs.get(key) == ref)
+            else:
+                log.warning("snapshot %s would be lost with this worker: %s", snapshot_id, error)
+
+        threads.run(partial(self.spill.write, key, about, weights), then)
 
     def withdraw(self, model_id: str) -> None:
         """Forget the model's snapshots. What is being sampled from them goes on."""
@@ -278,6 +306,7 @@ class Snapshots:
 
     def _remove(self, key: Key) -> None:
         self.sampled_at.pop(key, None)
+        self._refs.pop(key, None)
         self.held.pop(key, None)
         self._reading.discard(key)
         self.spill.drop(key)

@@ -1,20 +1,25 @@
-"""Snapshots that have left the memory: written to disk by a thread of its own."""
+"""Snapshots on disk, where they outlive the memory and this process: written by a thread of its own, or by others."""
 
+import json
 import shutil
 import threading
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.sampling.sampler import ref_of
+from tinsmith.store.files import WRITING_PREFIX
 from tinsmith.training.checkpoint import About, SavedState, write_state
 
 Key = tuple[str, str]
 """Name of the base model, and the id of a snapshot or the path of a checkpoint."""
+
+NAMES_FILE = "snapshot.json"
+"""Says of which snapshot the files of a directory are."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,22 @@ class Spill:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Delete the snapshots of an earlier worker in the directory."""
+        """Take over the snapshots that an earlier worker of this engine has left in the directory, oldest first."""
         self.directory = directory
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         self._thread = ThreadPoolExecutor(1, "spill")
         self._lock = threading.Lock()
         self._leaving: _Leaving | None = None
         self._writing: Future[None] | None = None
         self._written: dict[Key, Written] = {}
+        for found in sorted(directory.iterdir(), key=lambda each: each.stat().st_mtime):
+            if found.name.startswith(WRITING_PREFIX):
+                shutil.rmtree(found)
+            else:
+                names = json.loads((found / NAMES_FILE).read_text())
+                key: Key = (names["base_model"], names["snapshot_id"])
+                self.drop(key)  # an earlier state of the same inflight weights
+                self._written[key] = Written(found, WeightsRef(**names["ref"]), _size(found))
 
     def put(self, key: Key, about: About, weights: Weights) -> None:
         """Start to write weights, when the ones before are on the disk, unless they are there already.
@@ -68,6 +80,17 @@ class Spill:
             if self._leaving is not None and self._leaving.key == key:
                 return self._leaving.weights
             return self._written.get(key)
+
+    def refs(self) -> dict[Key, WeightsRef]:
+        """Return the identity of each snapshot that is on the disk, oldest first."""
+        return {key: written.ref for key, written in self._written.items()}
+
+    def take(self, key: Key, written: Written, wanted: bool) -> None:
+        """Take over what `write` has written; delete it unless it is `wanted` and not here already."""
+        if wanted and self.find(key) is None:
+            self._written[key] = written
+        else:
+            shutil.rmtree(written.directory, ignore_errors=True)
 
     def keys(self) -> list[Key]:
         with self._lock:
@@ -108,15 +131,30 @@ class Spill:
         self._writing = self._thread.submit(self._write, leaving)
 
     def _write(self, leaving: _Leaving) -> None:
-        directory = self.directory / uuid.uuid4().hex
-        with ExitStack() as undo:
-            undo.callback(shutil.rmtree, directory, ignore_errors=True)  # it may not even have been made
-            write_state(SavedState(leaving.about, dict(leaving.weights.named_tensors())), directory)
-            size = sum(file.stat().st_size for file in directory.iterdir())
-            undo.pop_all()
+        written = self.write(leaving.key, leaving.about, leaving.weights)
         with self._lock:
-            self._written[leaving.key] = Written(directory, ref_of(leaving.weights, leaving.key[0]), size)
+            self._written[leaving.key] = written
             self._leaving = None
+
+    def write(self, key: Key, about: About, weights: Weights) -> Written:
+        """Write a snapshot, completely or not at all; any thread may do this, and `take` lets it be found."""
+        name = uuid.uuid4().hex
+        writing, directory = self.directory / f"{WRITING_PREFIX}{name}", self.directory / name
+        ref = ref_of(weights, key[0])
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, writing, ignore_errors=True)  # it may not even have been made
+            write_state(SavedState(about, dict(weights.named_tensors())), writing)
+            (writing / NAMES_FILE).write_text(
+                json.dumps({"base_model": key[0], "snapshot_id": key[1], "ref": asdict(ref)})
+            )
+            size = _size(writing)
+            writing.rename(directory)
+            undo.pop_all()
+        return Written(directory, ref, size)
 
     def _forget_leaving(self) -> None:
         self._leaving = None
+
+
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
