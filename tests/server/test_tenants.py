@@ -237,7 +237,10 @@ async def test_others_read_what_is_published_and_change_it_no_more_than_before(s
             assert (await bob.client.post(f"{place}/publish")).status_code == 200
         assert (await alice.answer("weights_info", info))["base_model"] == "tiny"
         sampler = {"sampling_session_seq_id": 9, "model_path": f"tinker://{run}/sampler_weights/kept"}
-        await alice.answer("create_sampling_session", {"session_id": own["session"]} | sampler)
+        made = await alice.answer("create_sampling_session", {"session_id": own["session"]} | sampler)
+        asked = {"sampling_session_id": made["sampling_session_id"], "seq_id": 1, "num_samples": 1}
+        asked |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+        assert (await alice.post("asample", asked)).status_code == 503  # there is no engine, so it has passed
         load = {"session_id": own["session"], "model_seq_id": 5, "path": info["tinker_path"], "optimizer": False}
         await alice.answer("load_weights", load)
         assert (await alice.client.get(f"{places['external_weights']}/external_weights_urls")).status_code == 200
@@ -248,8 +251,13 @@ async def test_others_read_what_is_published_and_change_it_no_more_than_before(s
         for method, end in (("DELETE", ""), ("DELETE", "/publish"), ("POST", "/publish"), ("PUT", "/ttl")):
             reply = await alice.client.request(method, places["weights"] + end, json={"ttl_seconds": None})
             assert "there is no model" in refused(reply, 404)
-        await bob.client.delete(f"{places['weights']}/publish")
+        for kind in ("weights", "sampler_weights"):
+            await bob.client.delete(f"{places[kind]}/publish")
         assert "there is no model" in await alice.refusal("weights_info", info, 404)
+        assert "there is no model" in await alice.refusal("asample", asked, 404)
+        await bob.client.delete(places["sampler_weights"])
+        bob.save(sampler["model_path"], tenant="bob")
+        assert "there is no model" in await alice.refusal("asample", asked, 404)
 
 
 async def test_copies_of_two_tenants_with_the_same_idempotency_key_are_two(server: Served) -> None:

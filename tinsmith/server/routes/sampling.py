@@ -103,6 +103,9 @@ async def asample(request: Request) -> Response:
     request_id = ids.request_id(asked.sampling_session_id, asked.seq_id)
     hub.lifetimes.saw(request_id)
     session = await hub.sampling_sessions.find(asked.sampling_session_id)
+    if session.model_path is not None and caller_of(request).sees is not None:
+        # Another tenant may have withdrawn it, or saved something else under its name
+        await require(request, "readable checkpoint", session.model_path)
     sample = hub.samples.find(request_id)
     if sample is None:
         sample = await _start(request, request_id, session, received)
