@@ -243,7 +243,8 @@ class SampleAdmission:
             if weights is None:
                 self._read(base, (message.base_model, message.weights_id), rendered)
                 return
-        base.sampler.add(message.name, rendered.request, rendered.prompt, weights, stream=message.stream)
+        asked = message.name, rendered.request, rendered.prompt, weights
+        base.sampler.add(*asked, stream=message.stream, tenant=message.tenant)
         started.in_sampler, started.is_recorded = True, rendered.request.record_stability_info
         started.questions, started.wants_routes = rendered.request.questions, rendered.request.rollout_expert_indices
         base.on_the_way -= message.num_samples
