@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.serving import Sample
-from tinsmith.server.access import caller_of, read_json, require, require_base
+from tinsmith.server.access import caller_of, read_json, read_parsed, require, require_base
 from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of
 from tinsmith.server.replies import future_reply, json_reply
 from tinsmith.server.sample_checks import ReceivedSample, check_sample, receive_sample
@@ -95,7 +95,7 @@ async def asample(request: Request) -> Response:
     _require_sampler(hub)
     limits = hub.config.requests
     max_bytes = limits.max_sample_mib * 2**20
-    received = await hub.bodies.read_parsed(
+    received = await read_parsed(
         request, max_bytes, "max_sample_mib", "application/json", receive_sample, limits, hub.config.images
     )
     asked = received.request
