@@ -257,7 +257,7 @@ async def test_others_read_what_is_published_and_change_it_no_more_than_before(s
         assert "there is no model" in await alice.refusal("weights_info", info, 404)
         assert "there is no model" in await alice.refusal("asample", asked, 404)
         await bob.client.delete(places["sampler_weights"])
-        bob.save(sampler["model_path"], tenant="bob")
+        bob.save(f"tinker://{run}/sampler_weights/kept", tenant="bob")
         assert "there is no model" in await alice.refusal("asample", asked, 404)
 
 

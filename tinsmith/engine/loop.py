@@ -38,6 +38,7 @@ from tinsmith.protocol.serving import (
     SampleDone,
     SampleEvents,
     SampleFailed,
+    SampleStopped,
     Saving,
     Shutdown,
     Starting,
@@ -244,7 +245,7 @@ class Engine:
     def handle_worker(self, message: Message) -> None:
         """Take in one message of the worker."""
         match message:
-            case SampleDone() | SampleFailed() | SampleEvents() | Starting():
+            case SampleDone() | SampleFailed() | SampleStopped() | SampleEvents() | Starting():
                 self.link.send(message)
             case WorkerReady():
                 self._tell_ready()

@@ -118,15 +118,15 @@ class SamplingBase:
         take_from(self.tenants, started.message.tenant, started.message.num_samples)
         return started
 
-    def cancel(self, gone: Callable[[Sample], bool]) -> list[Sample]:
-        """Stop the samples that are `gone`; returns them."""
-        cancelled = self.waiting.drop(gone)
+    def cancel(self, gone: Callable[[Sample], bool]) -> tuple[list[Sample], list[Started]]:
+        """Stop the samples that are `gone`; returns those that waited, and those that had begun."""
+        waited, begun = self.waiting.drop(gone), []
         for name in [name for name, started in self.started.items() if gone(started.message)]:
             started = self.ended(name)
             if started.in_sampler:
                 self.sampler.cancel(name)
-            cancelled.append(started.message)
-        return cancelled
+            begun.append(started)
+        return waited, begun
 
 
 def take_from(counts: Counter[str], key: str, amount: int) -> None:
