@@ -140,6 +140,7 @@ class CheckpointOperations:
         return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory})
 
     def save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
+        """Save weights to sample from."""
         model = self.models.require(request.model_id)
         self.rows.check_storage(model.model_id)
         path = CheckpointPath(model.model_id, "sampler", request.path or "")

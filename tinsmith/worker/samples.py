@@ -31,8 +31,8 @@ from tinsmith.worker.spill import Key
 
 log = logging.getLogger(__name__)
 
-PutRoutes = Callable[[str, Sequence[SequenceRoutes]], None]
-"""Records the experts of sequences that weights of a training run, by its model id, have sampled."""
+PutRoutes = Callable[[str, str, Sequence[SequenceRoutes]], None]
+"""Records the experts of sequences that weights of a training run, by its model id, have sampled for a tenant."""
 
 # Answers samples that have ended: with what was sampled, which may be recorded first, or with an error.
 
@@ -99,7 +99,7 @@ class SampleResults:
             kept = [each for each in routes if each is not None]
             run = training_run(message.weights_id)
             if self.put_routes and run and kept:
-                self.put_routes(run, kept)
+                self.put_routes(run, message.tenant, kept)
             return _done(started, result, routes if started.wants_routes else ())
 
         def answer(ended: "Future[SampleDone]") -> None:
