@@ -584,9 +584,30 @@ MUTATIONS = (
     Mutation(
         "the prefix cache is shared between weights",
         "tinsmith/sampling/prefix.py",
-        "return hashlib.blake2b(ref.key.encode(), digest_size=32).digest()",
-        'return hashlib.blake2b(b"", digest_size=32).digest()',
+        'f"{tenant}\\n{ref.key}".encode()',
+        "tenant.encode()",
         (f"{SAMPLER}::test_nothing_is_shared_between_weights",),
+    ),
+    Mutation(
+        "the prefix cache is shared between tenants",
+        "tinsmith/sampling/prefix.py",
+        'f"{tenant}\\n{ref.key}".encode()',
+        "ref.key.encode()",
+        (f"{SAMPLER}::test_a_tenant_finds_nothing_of_what_others_have_computed",),
+    ),
+    Mutation(
+        "training follows experts that another tenant's samples were computed by",
+        "tinsmith/engine/records.py",
+        "if store.tenant_of(ids.session_of(question.run)) == question.tenant:",
+        "if question.tenant:",
+        ("tests/protocol/test_questions.py::test_experts_are_kept_and_found_by_the_engine_with_all_their_bits",),
+    ),
+    Mutation(
+        "a tenant goes on with a checkpoint that another has withdrawn",
+        "tinsmith/server/routes/sampling.py",
+        "if session.model_path is not None and caller_of(request).sees is not None:",
+        "if False:",
+        ("tests/server/test_tenants.py::test_others_read_what_is_published_and_change_it_no_more_than_before",),
     ),
     Mutation(
         "the prefix cache is shared between images of one size",

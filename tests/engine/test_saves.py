@@ -27,7 +27,8 @@ from tests.engine.test_recovery import (
 from tinsmith.engine.history import CopiedForSave
 from tinsmith.protocol.serving import EndSession
 from tinsmith.protocol.work import Answer, CallFailed, Copied
-from tinsmith.store.records import Checkpoint
+from tinsmith.store.keys import add_key, revoke_key
+from tinsmith.store.records import LOCAL, SESSION_END, ApiKey, Checkpoint
 from tinsmith.store.store import sweep
 from tinsmith.training.checkpoint import SavedState, read_state, write_state
 from tinsmith.worker.exports import write_external
@@ -437,3 +438,22 @@ def test_an_engine_that_is_stopped_does_not_wait_for_ever_for_a_row(
         here.engine._end()
     assert here.engine.scheduler.is_stopped
     assert here.store.status(f"{MODEL}/3") == "queued"  # which the next server calls failed
+
+
+def test_saves_that_were_let_in_together_stop_where_the_keys_of_their_tenant_end(here: Here) -> None:
+    """Those of a session's end are kept whatever the limit, and a revoked key allows nothing."""
+    add_key(here.store, ApiKey("small", "", b"", LOCAL, "member", storage_bytes=1))
+    add_key(here.store, ApiKey("gone", "", b"", LOCAL, "member"))
+    revoke_key(here.store, "gone")
+    for seq in (3, 4, 5):
+        here.save("a", seq, f"save{seq}")
+    here.settle()
+    assert results(here, 3)
+    size = here.store.require_checkpoint(f"tinker://{MODEL}/weights/save3").size_bytes
+    for seq in (4, 5):
+        refused = here.outcome("a", seq)
+        assert refused.category == "user"
+        assert f"tenant 'local' stores {size:,} bytes of checkpoints, and its keys allow 1" in str(refused.error)
+    here.say(EndSession("s", save=True))
+    here.settle()
+    assert here.store.checkpoint(f"tinker://{MODEL}/weights/{SESSION_END}") is not None

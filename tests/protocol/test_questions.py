@@ -34,7 +34,7 @@ from tinsmith.protocol.questions import (
     Questions,
 )
 from tinsmith.store.recorded_sequences import RecordedSequences
-from tinsmith.store.records import RecordedSequence, SequenceRoutes
+from tinsmith.store.records import LOCAL, RecordedSequence, SequenceRoutes
 from tinsmith.store.store import Store
 from tinsmith.worker.records import AskedRecords
 
@@ -91,7 +91,7 @@ def test_experts_are_kept_and_found_by_the_engine_with_all_their_bits(
     ]
     with asking(records.answer) as questions:
         worker = AskedRecords(questions.ask)
-        worker.put_routes("s:train:0", kept)
+        worker.put_routes("s:train:0", LOCAL, kept)
         asked = [each.tokens for each in kept] + [np.arange(3)]
         found = worker.find_routes("s:train:0", asked)
         assert found[3] is None
@@ -99,6 +99,8 @@ def test_experts_are_kept_and_found_by_the_engine_with_all_their_bits(
             assert ours is not None
             assert ours.dtype == dtype
             np.testing.assert_array_equal(ours, each.experts)
+        assert worker.find_routes("s:train:1", asked) == [None] * 4
+        worker.put_routes("s:train:1", "another", kept)  # who samples a checkpoint of it that is published
         assert worker.find_routes("s:train:1", asked) == [None] * 4
         worker.forget_session("s")
         assert worker.find_routes("s:train:0", asked) == [None] * 4

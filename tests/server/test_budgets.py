@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.serving import Served, forward_backward_body, refused, served
 from tests.server.test_tenants import key, speaking
-from tinsmith.protocol.serving import SampleDone, SampleFailed
+from tinsmith.protocol.serving import SampleDone, SampleFailed, SampleStopped
 from tinsmith.server import budgets
 from tinsmith.store.keys import add_key
 from tinsmith.store.records import Outcome, Used
@@ -104,6 +104,22 @@ async def test_a_budget_begins_anew_with_the_day_and_outlives_the_server(
         monkeypatch.setattr(time, "time", lambda: NOON + DAY_S)
         # 503: there is no engine, so it has passed
         assert (await team.post("asample", body | {"sampling_session_id": sampler})).status_code == 503
+
+
+async def test_what_is_cancelled_counts_against_the_gpu_seconds_of_a_day(
+    server: Served, sent: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "_FLUSH_S", 0.0)
+    async with speaking(server, add_key(server.store, key("team", gpu_seconds_a_day=10.0))) as team:
+        sampler = await team.new_sampler()
+        for seq_id in range(2):
+            await team.answer("asample", sample(sampler, seq_id))
+            await team.answer("cancel_future", {"request_id": f"{sampler}/{seq_id}"})
+            server.hub.take(SampleStopped("team", "tiny", sampler.partition(":")[0], 5.0))
+        over = await team.refusal("asample", sample(sampler, 2), 429)
+        assert "has used 10.0 GPU-seconds today" in over
+    await server.hub.budgets.flush()
+    assert [each.used for each in used_between(server.store, NOON, NOON + 3600)] == [Used(gpu_seconds=10.0)]
 
 
 async def test_a_tenant_has_so_many_sequences_operations_and_models_at_a_time(server: Served, sent: list[Any]) -> None:

@@ -3,6 +3,7 @@
 Invariant: No route tells a tenant of another's sessions, models, samples or checkpoints, or changes them.
 """
 
+import asyncio
 import hashlib
 import json
 import re
@@ -237,7 +238,10 @@ async def test_others_read_what_is_published_and_change_it_no_more_than_before(s
             assert (await bob.client.post(f"{place}/publish")).status_code == 200
         assert (await alice.answer("weights_info", info))["base_model"] == "tiny"
         sampler = {"sampling_session_seq_id": 9, "model_path": f"tinker://{run}/sampler_weights/kept"}
-        await alice.answer("create_sampling_session", {"session_id": own["session"]} | sampler)
+        made = await alice.answer("create_sampling_session", {"session_id": own["session"]} | sampler)
+        asked = {"sampling_session_id": made["sampling_session_id"], "seq_id": 1, "num_samples": 1}
+        asked |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+        assert (await alice.post("asample", asked)).status_code == 503  # there is no engine, so it has passed
         load = {"session_id": own["session"], "model_seq_id": 5, "path": info["tinker_path"], "optimizer": False}
         await alice.answer("load_weights", load)
         assert (await alice.client.get(f"{places['external_weights']}/external_weights_urls")).status_code == 200
@@ -248,8 +252,13 @@ async def test_others_read_what_is_published_and_change_it_no_more_than_before(s
         for method, end in (("DELETE", ""), ("DELETE", "/publish"), ("POST", "/publish"), ("PUT", "/ttl")):
             reply = await alice.client.request(method, places["weights"] + end, json={"ttl_seconds": None})
             assert "there is no model" in refused(reply, 404)
-        await bob.client.delete(f"{places['weights']}/publish")
+        for kind in ("weights", "sampler_weights"):
+            await bob.client.delete(f"{places[kind]}/publish")
         assert "there is no model" in await alice.refusal("weights_info", info, 404)
+        assert "there is no model" in await alice.refusal("asample", asked, 404)
+        await bob.client.delete(places["sampler_weights"])
+        bob.save(f"tinker://{run}/sampler_weights/kept", tenant="bob")
+        assert "there is no model" in await alice.refusal("asample", asked, 404)
 
 
 async def test_copies_of_two_tenants_with_the_same_idempotency_key_are_two(server: Served) -> None:
@@ -276,6 +285,42 @@ async def test_a_model_never_loads_a_checkpoint_of_another_tenant(server: Served
         assert [command.kind for command in queued] == ["rejected", "rejected"]
         for command in queued:
             assert b"there is no model" in alice.store.payload(command)
+
+
+async def test_what_takes_long_ends_with_its_key(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that comes slowly, and a poll that waits."""
+    monkeypatch.setattr(tenants, "_STALE_S", 0.0)
+    text = add_key(server.store, key("alice"))
+    async with speaking(server, text) as alice:
+        model, sampler = await alice.new_run(), await alice.new_sampler()
+        await alice.step(model, 1)
+        poll = asyncio.create_task(alice.post("retrieve_future", {"request_id": f"{model}/1"}))
+        reports = asyncio.create_task(alice.post("retrieve_futures", {"target": {"sampling_session_id": sampler}}))
+        revoked = asyncio.Event()
+
+        async def slowly(body: bytes) -> AsyncIterator[bytes]:
+            yield body[:5]
+            await revoked.wait()
+            yield body[5:]
+
+        json_type, step = {"Content-Type": "application/json"}, {"model_id": model, "seq_id": 2, "adam_params": {}}
+        bodies = [
+            ("optim_step", json.dumps(step).encode(), json_type),
+            ("create_session", json.dumps({"sdk_version": "0.38.0"}).encode(), json_type),
+            ("get_info", json.dumps({"model_id": model}).encode(), json_type),
+            ("copy_weights", json.dumps({"source_path": f"tinker://{model}/weights/a"}).encode(), json_type),
+            ("forward_backward", forward_backward_body(model, 3), PROTOBUF),
+        ]
+        sent = [
+            asyncio.create_task(alice.client.post(f"{PREFIX}/{path}", content=slowly(body), headers=headers))
+            for path, body, headers in bodies
+        ]
+        await asyncio.sleep(0.2)
+        revoke_key(server.store, "alice")
+        revoked.set()
+        alice.end(f"{model}/1")
+        for reply in await asyncio.gather(poll, reports, *sent):
+            assert "needs an API key" in refused(reply, 401)
 
 
 async def test_only_a_living_key_is_let_in(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from tinsmith.config import SamplingConfig
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraPair
-from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed
+from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed, SampleStopped
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleResult
 from tinsmith.store.files import CheckpointFiles
@@ -97,6 +97,8 @@ class Bench:
         """By request: the tokens of each of its samples, or the error. Forgets them."""
         answers = {}
         for message in self.sent:
+            if isinstance(message, SampleStopped):
+                continue
             assert message.request_id not in answers
             answers[message.request_id] = message.error if isinstance(message, SampleFailed) else tokens_of(message)
         self.sent.clear()
@@ -178,6 +180,7 @@ def test_a_sample_that_fails_harms_no_other(
     bench.settle()
     failed = {m.request_id: (m.category, m.gone) for m in bench.sent if isinstance(m, SampleFailed)}
     assert failed == {name: (category, gone) for name, (_, category, gone) in expected.items()}
+    assert len([message for message in bench.sent if isinstance(message, SampleStopped)]) == 3  # of those that ran
     answers = bench.answers()
     assert answers["cannot be written"] == "internal error: ValueError('too large')"
     assert "recorded_sequences.sqlite cannot be used: " in answers["s:sample:0/1"]
@@ -269,7 +272,8 @@ def test_a_request_id_that_is_sent_again_is_another_run(bench: Bench) -> None:
     bench.samples.add(sample("twice", run=2, **other))
     bench.samples.cancel("twice", run=1)  # a second time, and late
     bench.settle()
-    assert [(m.request_id, m.run) for m in bench.sent] == [("neighbour", 1), ("twice", 2)]
+    done = [message for message in bench.sent if isinstance(message, SampleDone)]
+    assert [(message.request_id, message.run) for message in done] == [("neighbour", 1), ("twice", 2)]
     answers = bench.answers()
     assert answers["twice"] == expected
     assert answers["neighbour"] != expected
@@ -348,6 +352,25 @@ def test_a_sample_that_is_cancelled_while_it_is_rendered_never_runs(bench: Bench
     assert [(message.request_id, message.run) for message in bench.sent] == [("s:sample:0/0", 2)]
     assert (bench.base.started, bench.base.sessions, bench.samples.admission.rendering_bytes) == ({}, {}, {})
     assert not any(bench.sampler.cache.users)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "ended", "failed"])
+def test_what_a_sample_has_cost_is_told_though_its_client_gets_nothing(bench: Bench, how: str) -> None:
+    """Or who always cancels has all devices for nothing."""
+    running = replace(sample("s:sample:0/0", sampling_params={"max_tokens": 90, "stop": []}), tenant="team")
+    bench.samples.add(running)
+    for _ in range(3):
+        bench.step()
+    (started,) = bench.base.started.values()
+    assert started.gpu_seconds > 0
+    if how == "cancelled":
+        bench.samples.cancel("s:sample:0/0", run=1)
+    elif how == "ended":
+        bench.samples.end_session("s")
+    else:
+        bench.samples._abandon(bench.base, UserError("broken"))
+    assert bench.sent[0] == SampleStopped("team", "tiny", "s", started.gpu_seconds)
+    assert len(bench.sent) == (2 if how == "failed" else 1)
 
 
 # ---- Weights that are read

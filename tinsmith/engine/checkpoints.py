@@ -22,8 +22,10 @@ from tinsmith.protocol.shapes import LoraShape, rank_refusal
 from tinsmith.protocol.work import ExportModel, LoadModel, SaveModel
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.keys import storage_limit
 from tinsmith.store.records import SESSION_END, Checkpoint
 from tinsmith.store.store import Store
+from tinsmith.store.usage import stored_bytes
 from tinsmith.wire.paths import CheckpointPath
 from tinsmith.wire.training_requests import (
     CreateFromCheckpointRequest,
@@ -48,6 +50,19 @@ class CheckpointRows:
         if self.store.checkpoint(str(path)) is not None:
             raise UserError(
                 f"{path} exists already; use another name" + (", or overwrite=True" if path.kind == "training" else "")
+            )
+
+    def check_storage(self, model_id: str) -> None:
+        """Raise UserError if the keys of the model's tenant allow no more.
+
+        The server asks too, but of saves that wait behind each other it lets all in.
+        """
+        tenant = self.store.tenant_of(ids.session_of(model_id))
+        limit = storage_limit(self.store, tenant)
+        if limit is not None and (stored := stored_bytes(self.store, tenant)) >= limit:
+            raise UserError(
+                f"tenant {tenant!r} stores {stored:,} bytes of checkpoints, and its keys allow {limit:,}; "
+                "delete some, or let them expire, and save again"
             )
 
     def announce(
@@ -113,6 +128,7 @@ class CheckpointOperations:
     def save(self, request: SaveWeightsRequest) -> Steps[Ended]:
         """Save weights and optimizer, to train on."""
         model = self.models.require(request.model_id)
+        self.rows.check_storage(model.model_id)
         path = CheckpointPath(model.model_id, "training", request.path)
         if not request.overwrite:
             self.rows.check_free(path)
@@ -121,7 +137,9 @@ class CheckpointOperations:
         return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory}, files)
 
     def save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
+        """Save weights to sample from."""
         model = self.models.require(request.model_id)
+        self.rows.check_storage(model.model_id)
         path = CheckpointPath(model.model_id, "sampler", request.path or "")
         self.rows.check_free(path)
         saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
@@ -130,6 +148,7 @@ class CheckpointOperations:
     def save_external(self, request: SaveWeightsExternalRequest) -> Steps[Ended]:
         """Export weights to download, encrypted for their recipients if there are any."""
         model = self.models.require(request.model_id)
+        self.rows.check_storage(model.model_id)
         path = CheckpointPath(model.model_id, "external", request.path)
         self.rows.check_free(path)
         recipients = list(request.age_encryption_recipients or [])

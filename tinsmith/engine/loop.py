@@ -43,6 +43,7 @@ from tinsmith.protocol.serving import (
     SampleDone,
     SampleEvents,
     SampleFailed,
+    SampleStopped,
     Saving,
     Shutdown,
     Starting,
@@ -263,7 +264,7 @@ class Engine:
     def handle_worker(self, message: Message) -> None:
         """Take in one message of the worker."""
         match message:
-            case SampleDone() | SampleFailed() | SampleEvents() | Starting():
+            case SampleDone() | SampleFailed() | SampleStopped() | SampleEvents() | Starting():
                 self.link.send(message)
             case WorkerReady():
                 self._tell_ready()

@@ -24,6 +24,7 @@ from tinsmith.protocol.questions import (
     Routes,
     Sequences,
 )
+from tinsmith.store import ids
 from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.store import Store
 
@@ -61,7 +62,8 @@ class Records:
             case KeepSequences():
                 recorded.put(question.sequences)
             case KeepRoutes():
-                self._routes.put(question.run, question.routes)
+                if store.tenant_of(ids.session_of(question.run)) == question.tenant:
+                    self._routes.put(question.run, question.routes)
             case FindRoutes():
                 return Routes.of(self._routes.find(question.run, question.sequences))
             case ForgetSequences():

@@ -113,17 +113,19 @@ class KeepRoutes(Message):
     """
 
     run: str
+    tenant: str
+    """Whose samples they are. Of another tenant than the run's they are not kept: training would follow them."""
     shapes: list[tuple[int, int, int]]
     """Of the experts of each."""
     wide: bool
     payload: bytes
 
     @classmethod
-    def of(cls, run: str, routes: Sequence[SequenceRoutes]) -> Self:
+    def of(cls, run: str, tenant: str, routes: Sequence[SequenceRoutes]) -> Self:
         shapes: list[Any] = [each.experts.shape for each in routes]
         wide = any(each.experts.dtype == np.int16 for each in routes)
         arrays = [array for each in routes for array in (each.tokens, each.experts.astype(_number(wide)))]
-        return cls(run, shapes, wide, b"".join(array.tobytes() for array in arrays))
+        return cls(run, tenant, shapes, wide, b"".join(array.tobytes() for array in arrays))
 
     @property
     def routes(self) -> list[SequenceRoutes]:

@@ -1,7 +1,8 @@
 """Messages between server and engine.
 
 Server to engine: Wake, Sample, CancelSample, EndSession, ForgetCheckpoint, Shutdown.
-Engine to server: Starting, Ready, Recovering, Alive, Done, SampleEvents, SampleDone, SampleFailed, Status, Saving, Bye.
+Engine to server: Starting, Ready, Recovering, Alive, Done, SampleEvents, SampleDone, SampleFailed,
+SampleStopped, Status, Saving, Bye.
 Nothing here is needed to recover data: what must last is in the store.
 """
 
@@ -176,6 +177,16 @@ class SampleFailed(Message):
     error: str
     category: str
     gone: bool
+
+
+@dataclass(frozen=True)
+class SampleStopped(Message):
+    """What a sample has cost that gave its client nothing: it was cancelled, or failed."""
+
+    tenant: str
+    base_model: str
+    session_id: str
+    gpu_seconds: float
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Keys of cache blocks: sequences that begin alike have equal keys for the blocks that they have in common.
 
 A block's key hashes the key of the block before it, its tokens, and the content of images that reach into it. The first
-block follows the key of the weights, so nothing is shared between two versions of a model.
+block follows the key of the weights and the tenant, so nothing is shared between two versions of a model, and nobody
+finds out what another tenant's prompts are.
 """
 
 import hashlib
@@ -15,9 +16,9 @@ from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 
 
-def weights_key(ref: WeightsRef) -> bytes:
-    """Return the key [32 bytes] that stands for the weights, which the first block of a sequence follows."""
-    return hashlib.blake2b(ref.key.encode(), digest_size=32).digest()
+def first_key(ref: WeightsRef, tenant: str) -> bytes:
+    """Return the key [32 bytes] that stands for weights and tenant, which the first block of a sequence follows."""
+    return hashlib.blake2b(f"{tenant}\n{ref.key}".encode(), digest_size=32).digest()
 
 
 def images_in(rendered: RenderedInput, start: int) -> bytes:

@@ -12,7 +12,7 @@ from tinsmith.kernels.device import Fetched
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.store.records import SequenceRoutes
+from tinsmith.store.records import LOCAL, SequenceRoutes
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions
 from tinsmith.wire.sample import SampledSequence, SampleRequest
 
@@ -134,10 +134,12 @@ class Sampler(Protocol):
         rendered: RenderedInput,
         weights: Weights | None,
         stream: bool = False,
+        tenant: str = LOCAL,
     ) -> None:
         """Accept a request. No unfinished one may have this `request_id`.
 
         `weights` are the snapshot to sample from, None the base's own. With `stream`, tokens are yielded as they come.
+        What prompts have in common is computed once for a `tenant`.
         Raises UserError if the request can never run.
         """
         ...

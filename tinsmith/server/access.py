@@ -11,7 +11,7 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError
-from tinsmith.server.body import read_body
+from tinsmith.server.body import Result, read_body
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import ForbiddenError, GoneError
 from tinsmith.server.tenants import Caller
@@ -83,14 +83,32 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
+async def admit_still(request: Request) -> None:
+    """Raise UnauthorizedError if the key has ended since `admit`: a slow body takes hours, and a poll half a minute."""
+    await hub_of(request).tenants.caller(request.headers)
+
+
 async def read_json(request: Request, model_cls: type[ModelT]) -> ModelT:
     """A JSON body of a few fields, whose ids are the caller's. Raises as `read_body`, `parse_json` and `require`."""
-    return await owned(request, parse_json(model_cls, await read_body(request, _JSON_BYTES)))
+    body = await read_body(request, _JSON_BYTES)
+    await admit_still(request)
+    return await owned(request, parse_json(model_cls, body))
 
 
 async def operation_body(request: Request) -> bytes:
-    """A JSON body up to `max_json_kib`, to be parsed and given to `owned`. Raises as `read_body`."""
-    return await read_body(request, hub_of(request).config.requests.max_json_kib * 1024, "max_json_kib")
+    """A JSON body up to `max_json_kib`, to be parsed and given to `owned`. Raises as `read_body` and `admit_still`."""
+    body = await read_body(request, hub_of(request).config.requests.max_json_kib * 1024, "max_json_kib")
+    await admit_still(request)
+    return body
+
+
+async def read_parsed(
+    request: Request, max_bytes: int, setting: str | None, media_type: str, parse: Callable[..., Result], *args: object
+) -> Result:
+    """A large body as `LargeBodies.read_parsed` gives it. Raises as that and `admit_still`."""
+    parsed = await hub_of(request).bodies.read_parsed(request, max_bytes, setting, media_type, parse, *args)
+    await admit_still(request)
+    return parsed
 
 
 async def owned(request: Request, asked: ModelT) -> ModelT:

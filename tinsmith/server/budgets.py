@@ -134,13 +134,19 @@ class Budgets:
             self._today[tenant] = self._today[tenant].plus(used)
 
     def sampled(self, request_id: str, used: Mapping[str, Any]) -> None:
-        """End a sample that has used this, which is written within a second."""
-        reserved, amount = self._reserved.get(request_id), Used(**used)
-        self.release(request_id, amount)
+        """End a sample that has used this."""
+        reserved = self._reserved.get(request_id)
+        self.release(request_id)
         if reserved is not None:
-            self._unwritten[reserved.owner] = self._unwritten[reserved.owner].plus(amount)
-            if self._flushing is None or self._flushing.done():
-                self._flushing = asyncio.create_task(self._flush_later())
+            self.add(reserved.owner, Used(**used))
+
+    def add(self, owner: Owned, used: Used) -> None:
+        """Count what samples have used, which is written within a second."""
+        tenant = owner[0]
+        self._today[tenant] = self._today[tenant].plus(used)
+        self._unwritten[owner] = self._unwritten[owner].plus(used)
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush_later())
 
     def release_all(self) -> None:
         """End all requests: the engine has ended."""

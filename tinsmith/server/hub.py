@@ -20,6 +20,7 @@ from tinsmith.protocol.serving import (
     SampleDone,
     SampleEvents,
     SampleFailed,
+    SampleStopped,
     Status,
     Wake,
 )
@@ -152,6 +153,9 @@ class Hub:
             self._lose_samples()
         elif isinstance(message, SampleDone | SampleFailed):
             self._end_sample(message)
+        elif isinstance(message, SampleStopped):
+            owner = message.tenant, message.base_model, message.session_id
+            self.budgets.add(owner, Used(gpu_seconds=message.gpu_seconds))
 
     def told(self, reason: str, category: str | None = None) -> str:
         """The text of an error for clients, without the server's directories unless it is the client's own ("user")."""

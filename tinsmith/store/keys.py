@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sqlalchemy import select, update
+from sqlalchemy import or_, select, update
 
 from tinsmith.errors import ConfigError
+from tinsmith.store.database import Transactions
 from tinsmith.store.records import ApiKey
 from tinsmith.store.schema import api_keys
 from tinsmith.store.store import Store
@@ -46,6 +47,16 @@ def list_keys(store: Store) -> list[ApiKey]:
     """All keys, revoked ones too, by name."""
     with store.reading() as connection:
         return [ApiKey(*row) for row in connection.execute(select(*_COLUMNS).order_by(api_keys.c.name))]
+
+
+def storage_limit(store: Transactions, tenant: str) -> int | None:
+    """The bytes of checkpoints that the living keys of a tenant allow; None if one of them has no limit."""
+    now = time.time()
+    living = api_keys.c.revoked_at.is_(None), or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > now)
+    with store.reading() as connection:
+        found = connection.execute(select(api_keys.c.storage_bytes).where(api_keys.c.tenant == tenant, *living))
+        limits = list(found.scalars())
+    return max(limits) if limits and None not in limits else None
 
 
 def add_key(store: Store, key: ApiKey) -> str:

@@ -118,15 +118,15 @@ class SamplingBase:
         take_from(self.tenants, started.message.tenant, started.message.num_samples)
         return started
 
-    def cancel(self, gone: Callable[[Sample], bool]) -> list[Sample]:
-        """Stop the samples that are `gone`; returns them."""
-        cancelled = self.waiting.drop(gone)
+    def cancel(self, gone: Callable[[Sample], bool]) -> tuple[list[Sample], list[Started]]:
+        """Stop the samples that are `gone`; returns those that waited, and those that had begun."""
+        waited, begun = self.waiting.drop(gone), []
         for name in [name for name, started in self.started.items() if gone(started.message)]:
             started = self.ended(name)
             if started.in_sampler:
                 self.sampler.cancel(name)
-            cancelled.append(started.message)
-        return cancelled
+            begun.append(started)
+        return waited, begun
 
 
 def take_from(counts: Counter[str], key: str, amount: int) -> None:
@@ -243,7 +243,8 @@ class SampleAdmission:
             if weights is None:
                 self._read(base, (message.base_model, message.weights_id), rendered)
                 return
-        base.sampler.add(message.name, rendered.request, rendered.prompt, weights, stream=message.stream)
+        asked = message.name, rendered.request, rendered.prompt, weights
+        base.sampler.add(*asked, stream=message.stream, tenant=message.tenant)
         started.in_sampler, started.is_recorded = True, rendered.request.record_stability_info
         started.questions, started.wants_routes = rendered.request.questions, rendered.request.rollout_expert_indices
         base.on_the_way -= message.num_samples

@@ -58,9 +58,12 @@ class AskedRecords:
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
         self._ask(KeepSequences.of(sequences))
 
-    def put_routes(self, run: str, routes: Sequence[SequenceRoutes]) -> None:
-        """Record the experts of sequences that weights of a training run, by its model id, have sampled."""
-        self._ask(KeepRoutes.of(run, routes))
+    def put_routes(self, run: str, tenant: str, routes: Sequence[SequenceRoutes]) -> None:
+        """Record the experts of sequences that weights of a training run, by its model id, have sampled for a tenant.
+
+        Those that another tenant has sampled of a published checkpoint are dropped.
+        """
+        self._ask(KeepRoutes.of(run, tenant, routes))
 
     def find_routes(self, run: str, sequences: Sequence[NDArray[np.int64]]) -> list[ExpertIndices | None]:
         """Return the experts of the longest sampled sequence that each of these begins with; None if there is none."""

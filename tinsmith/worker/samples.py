@@ -17,7 +17,7 @@ from tinsmith.models.full import Weights
 from tinsmith.observing.metrics import MODEL_SAMPLED_TOKENS, PROMPT_TOKENS, SAMPLED_TOKENS, SAMPLES
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed
+from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed, SampleStopped
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.store import ids
@@ -32,8 +32,8 @@ from tinsmith.worker.spill import Key
 
 log = logging.getLogger(__name__)
 
-PutRoutes = Callable[[str, Sequence[SequenceRoutes]], None]
-"""Records the experts of sequences that weights of a training run, by its model id, have sampled."""
+PutRoutes = Callable[[str, str, Sequence[SequenceRoutes]], None]
+"""Records the experts of sequences that weights of a training run, by its model id, have sampled for a tenant."""
 
 # Answers samples that have ended: with what was sampled, which may be recorded first, or with an error.
 
@@ -59,13 +59,25 @@ class SampleResults:
         SAMPLES.labels(message.base_model, error.category).inc()
         log.warning("failed sample=%s: %s", message.request_id, error, extra={"request": message.request_id})
 
+    def stopped(self, started: Started) -> Sample:
+        """Tell what a sample has cost that is cancelled or fails; returns it."""
+        message = started.message
+        if started.gpu_seconds:
+            owner = message.tenant, message.base_model, message.session_id
+            self.send(SampleStopped(*owner, started.gpu_seconds))
+        return message
+
+    def broken(self, started: Started, error: TinsmithError) -> None:
+        """Fail a sample that has begun."""
+        self.fail(self.stopped(started), error)
+
     def finish(self, result: SampleResult, started: Started) -> None:
         """Answer a sample; what cannot be answered fails."""
         message = started.message
-        with failing_into(partial(self.fail, message)):
+        with failing_into(partial(self.broken, started)):
             result.check_finite(started.questions)
             if started.is_recorded or result.routes:
-                self._record(message, result, started)
+                self._record(result, started)
             else:
                 self.send(_done(started, result))
             tokens = sum(len(sequence.tokens) for sequence in result.sequences)
@@ -93,8 +105,9 @@ class SampleResults:
             self.sampled_models.add(model_id)
             MODEL_SAMPLED_TOKENS.labels(model_id).inc(tokens)
 
-    def _record(self, message: Sample, result: SampleResult, started: Started) -> None:
+    def _record(self, result: SampleResult, started: Started) -> None:
         """Record what was sampled in a thread, then answer: a client may train on it as soon as it has the answer."""
+        message = started.message
 
         def record() -> SampleDone:
             if started.is_recorded:
@@ -103,11 +116,11 @@ class SampleResults:
             kept = [each for each in routes if each is not None]
             run = training_run(message.weights_id)
             if self.put_routes and run and kept:
-                self.put_routes(run, kept)
+                self.put_routes(run, message.tenant, kept)
             return _done(started, result, routes if started.wants_routes else ())
 
         def answer(ended: "Future[SampleDone]") -> None:
-            with failing_into(partial(self.fail, message)):
+            with failing_into(partial(self.broken, started)):
                 self.send(ended.result())
 
         self.disk.run(record, answer)
@@ -217,7 +230,11 @@ class Samples:
         self.results.forget_session(session_id)
 
     def _cancel(self, gone: Callable[[Sample], bool]) -> list[Sample]:
-        return [message for base in self.bases.values() for message in base.cancel(gone)]
+        cancelled: list[Sample] = []
+        for base in self.bases.values():
+            waited, begun = base.cancel(gone)
+            cancelled += [*waited, *map(self.results.stopped, begun)]
+        return cancelled
 
     def step(self) -> None:
         """Start waiting samples, let each sampler that has work do one step, and answer the requests that ended."""
@@ -251,7 +268,7 @@ class Samples:
                 message = base.started[event.request_id].message
                 events.append((message.request_id, message.run, event.index, list(event.tokens), list(event.logprobs)))
             elif isinstance(event, SampleFailure):
-                self.results.fail(base.ended(event.request_id).message, event.error)
+                self.results.broken(base.ended(event.request_id), event.error)
             else:
                 self.results.finish(event, base.ended(event.request_id))
         if events:
@@ -260,7 +277,7 @@ class Samples:
     def _abandon(self, base: SamplingBase, error: TinsmithError) -> None:
         base.sampler.abandon()
         for name in [name for name, started in base.started.items() if started.in_sampler]:
-            self.results.fail(base.ended(name).message, error)
+            self.results.broken(base.ended(name), error)
 
     def _weights_in_use(self) -> set[Key]:
         bases = self.bases.values()

@@ -421,6 +421,14 @@ def test_equal_prompts_are_computed_once(
     assert [result.cached_tokens for result in done.values()] == [0] + [64] * 8
 
 
+def test_a_tenant_finds_nothing_of_what_others_have_computed(any_base: BaseModel) -> None:
+    """Or it could guess their prompts, block by block, and see which are there."""
+    sampler, rendered = sampler_of(any_base), prompt_of(any_base, (0, 70))
+    for tenant, cached in (("alice", 0), ("bob", 0), ("alice", 64), ("bob", 64)):
+        sampler.add("x", ask(), rendered, None, tenant=tenant)
+        assert run(sampler)["x"].cached_tokens == cached
+
+
 def test_what_is_asked_about_a_prompt_is_computed_whatever_is_cached_and_spares_the_next(any_base: BaseModel) -> None:
     """What is asked about its last tokens alone goes on from the cache."""
     sampler, rendered = sampler_of(any_base), prompt_of(any_base, (0, 90))

@@ -29,6 +29,7 @@ from tinsmith.sampling.vllm import sampler as sampler_module
 from tinsmith.sampling.vllm import servers
 from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
 from tinsmith.sampling.vllm.verify import score_prompt
+from tinsmith.store.records import LOCAL
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, parse_sample_request
 
@@ -308,6 +309,18 @@ def test_tokens_come_one_by_one_and_without_a_stream_at_the_end_to_those_who_rea
     bench.add()
     assert len(bench.to_the_end()) == 1
     assert [bool(body.get("stream")) for body in stub.bodies] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("stream", "asked"), [(False, request()), (True, request()), (False, request(top_p=0.5))])
+def test_a_tenant_finds_nothing_of_what_others_have_computed(
+    bench: Bench, stub: Stub, stream: bool, asked: SampleRequest
+) -> None:
+    for tenant in ("alice", LOCAL):
+        bench.sampler.add("x", asked, bench.prompt, None, stream, tenant)
+        bench.to_the_end()
+    salts = [body.get("cache_salt") for body in stub.bodies]
+    assert salts == ["alice"] * (len(salts) // 2) + [None] * (len(salts) // 2)
+    assert salts[0] == "alice"
 
 
 def test_each_of_several_greedy_samples_is_a_request(bench: Bench, stub: Stub) -> None:

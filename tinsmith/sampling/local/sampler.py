@@ -29,6 +29,7 @@ from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, ref_of
 from tinsmith.sampling.stopping import stop_rule
 from tinsmith.store import ids
+from tinsmith.store.records import LOCAL
 from tinsmith.wire.sample import SampleRequest
 
 
@@ -96,6 +97,7 @@ class LocalSampler:
         rendered: RenderedInput,
         weights: Weights | None,
         stream: bool = False,
+        tenant: str = LOCAL,
     ) -> None:
         params = request.params
         request.questions.check(len(rendered), self.base.vocab_size)
@@ -115,6 +117,7 @@ class LocalSampler:
             max_new=self._max_new(request, len(rendered)),
             wants_routes=request.rollout_expert_indices
             or (self.records_routes and weights is not None and not request.only_scores),
+            tenant=tenant,
             unfinished=request.num_samples,
         )
         rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)

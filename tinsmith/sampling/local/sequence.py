@@ -11,10 +11,11 @@ from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import Choice
-from tinsmith.sampling.prefix import prompt_keys, weights_key
+from tinsmith.sampling.prefix import first_key, prompt_keys
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampledRoutes, SampleResult, TokensSampled
 from tinsmith.sampling.stopping import StopIds, StopStrings
+from tinsmith.store.records import LOCAL
 from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SamplingParams, VersionSpan
 
@@ -42,6 +43,8 @@ class SampleJob:
     """Likeliest tokens to report at each sampled position."""
     wants_routes: bool = False
     """Whether the experts that compute its tokens are wanted."""
+    tenant: str = LOCAL
+    """Finds only what it has computed itself."""
     unfinished: int = 0
     failed: bool = False
     """It has failed: tokens of its other sequences are dropped."""
@@ -146,7 +149,8 @@ class SequenceState:
     def keys_of(self, blocks: int) -> list[bytes]:
         """Return the keys of its first full blocks, that many."""
         if blocks > len(self.keys):
-            self.keys = prompt_keys(weights_key(self.job.ref), self.job.rendered, self.tokens, self.keys, blocks)
+            first = first_key(self.job.ref, self.job.tenant)
+            self.keys = prompt_keys(first, self.job.rendered, self.tokens, self.keys, blocks)
         return self.keys[:blocks]
 
     def part(self, start: int, end: int) -> RenderedInput:

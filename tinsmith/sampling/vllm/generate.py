@@ -20,6 +20,7 @@ from tinsmith.models.vision_tower import ImageInput
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.protocol import ServerFailedError, in_new_form
+from tinsmith.store.records import LOCAL
 
 REQUEST_PREFIX = "generate-tokens-"
 Slot = AbstractAsyncContextManager[Any]
@@ -37,6 +38,7 @@ async def generate(
     model: str | None,
     answer: tuple[int, ...] = (),
     name: str | None = None,
+    tenant: str = LOCAL,
 ) -> dict[str, Any]:
     """Return the reply to a prompt followed by `answer`, for one sample in a slot of its own.
 
@@ -44,7 +46,8 @@ async def generate(
     """
     await send_images(instance, rendered, model)
     async with instance.slots.reserve(1), _named(instance, name):
-        return await ask(instance, rendered, params, model, answer, **({} if name is None else {"request_id": name}))
+        named = {} if name is None else {"request_id": name}
+        return await ask(instance, rendered, params, model, answer, tenant, **named)
 
 
 async def generate_stream(
@@ -54,12 +57,13 @@ async def generate_stream(
     model: str | None,
     answer: tuple[int, ...],
     name: str,
+    tenant: str = LOCAL,
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Stream the reply: chunks with new tokens, and at last one with the usage only. They do not name the adapter."""
     await send_images(instance, rendered, model)
     async with instance.slots.reserve(1), _named(instance, name):
         known = _known(instance, rendered)
-        body = _body(rendered, params, model, answer) | _STREAM | {"request_id": name}
+        body = _body(rendered, params, model, answer, tenant) | _STREAM | {"request_id": name}
         for retry in (False, True):
             begun = False
             await instance.sleep_mode.until_awake()
@@ -93,13 +97,14 @@ async def ask(
     params: dict[str, Any],
     model: str | None,
     answer: tuple[int, ...] = (),
+    tenant: str = LOCAL,
     **more: str,
 ) -> dict[str, Any]:
     """Return the reply to a request that has its slots, and whose images were sent.
 
     If the server has forgotten one, it answers with an error, and they are sent again with the request.
     """
-    body = _body(rendered, params, model, answer) | more
+    body = _body(rendered, params, model, answer, tenant) | more
     known = _known(instance, rendered)
     try:
         return await _post(instance, rendered, body, known)
@@ -120,9 +125,10 @@ async def _named(instance: Instance, name: str | None) -> AsyncIterator[None]:
 
 
 def _body(
-    rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...]
+    rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...], tenant: str
 ) -> dict[str, Any]:
-    return {"token_ids": [*rendered.token_ids.tolist(), *answer], "sampling_params": params, "model": model}
+    body = {"token_ids": [*rendered.token_ids.tolist(), *answer], "sampling_params": params, "model": model}
+    return body if tenant == LOCAL else body | {"cache_salt": tenant}
 
 
 async def _post(

@@ -26,7 +26,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.memory.budget import BLOCK
 from tinsmith.models.base import BaseModel
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.prefix import prompt_keys, weights_key
+from tinsmith.sampling.prefix import first_key, prompt_keys
 from tinsmith.sampling.sampler import SampleResult, TokensSampled
 from tinsmith.sampling.stopping import stop_rule
 from tinsmith.sampling.vllm.generate import REQUEST_PREFIX, ask, generate, generate_stream, send_images
@@ -42,6 +42,7 @@ from tinsmith.sampling.vllm.protocol import (
 )
 from tinsmith.sampling.vllm.publisher import Loaded, Publisher
 from tinsmith.sampling.vllm.verify import PublishedWeights
+from tinsmith.store.records import LOCAL
 from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SampleRequest, VersionSpan
 
@@ -80,9 +81,10 @@ class Job:
     """Answers about the prompt by the trainer's model."""
     tell: Callable[[TokensSampled], None] | None
     """Takes tokens as they come, in the client's thread; None if they are wanted at the end only."""
+    tenant: str = LOCAL
 
     def __post_init__(self) -> None:
-        first = weights_key(self.published.ref)
+        first = first_key(self.published.ref, self.tenant)
         self.keys = prompt_keys(first, self.rendered, [], [], len(self.rendered) // BLOCK)
         """Keys of the prompt's full blocks."""
         self.drafts = [Draft() for _ in range(self.request.num_samples)]
@@ -139,7 +141,7 @@ async def _some(
         taken = [left.popleft() for _ in range(min(slots, len(left)))]
         if not taken:
             return
-        reply = await ask(instance, job.rendered, job.params(taken[0], len(taken)), model)
+        reply = await ask(instance, job.rendered, job.params(taken[0], len(taken)), model, tenant=job.tenant)
     sequences = sequences_of(
         reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.published.ref.label
     )
@@ -152,7 +154,8 @@ async def score_again(
 ) -> SampledSequence:
     """Score a sample, or a segment behind the tokens `before`, over the whole vocabulary."""
     topk = job.request.topk_sample_logprobs
-    reply = await generate(instance, job.rendered, scoring_params(topk), model, (*before, *sequence.tokens))
+    answer = *before, *sequence.tokens
+    reply = await generate(instance, job.rendered, scoring_params(topk), model, answer, tenant=job.tenant)
     return rescored(sequence, reply["prompt_logprobs"][len(job.rendered) + len(before) :], topk)
 
 
@@ -239,12 +242,13 @@ async def _generate(
     done = draft.tokens
     params = job.params(index, 1, len(done))
     if not _may_stream(instance, job, draft, params):
-        return await generate(instance, job.rendered, params, loaded.model, done, name)
+        return await generate(instance, job.rendered, params, loaded.model, done, name, job.tenant)
     await loaded.compared
     chunks: list[dict[str, Any]] = []
     with ExitStack() as broken:
         broken.callback(_keep_told, job, index, chunks, published)  # whatever ends it: what was given out stays
-        async with aclosing(generate_stream(instance, job.rendered, params, loaded.model, done, name)) as stream:
+        asked = job.rendered, params, loaded.model, done, name, job.tenant
+        async with aclosing(generate_stream(instance, *asked)) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
                 for choice in chunk["choices"]:

@@ -40,6 +40,7 @@ from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.servers import Launch
 from tinsmith.sampling.vllm.verify import Canary, Expectation, PublishedWeights, TryOut, make_probes, score_prompt
 from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, WeightFiles
+from tinsmith.store.records import LOCAL
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SampleRequest, VersionSpan
 
@@ -156,6 +157,7 @@ class _Pending:
     came: "deque[tuple[_Pending, TokensSampled | None]]"
     """Takes its new tokens, and at last None. Filled by the client's thread."""
     wake: Callable[[], None]
+    tenant: str
     future: "Future[SampleResult] | None" = None
 
     @property
@@ -164,7 +166,8 @@ class _Pending:
 
     def job(self, base: BaseModel, published: PublishedWeights, answers: PromptAnswers) -> Job:
         tell = self._take if self.stream else None
-        return Job(self.request_id, self.request, self.rendered, published, self.max_tokens, base, answers, tell)
+        asked = self.request_id, self.request, self.rendered
+        return Job(*asked, published, self.max_tokens, base, answers, tell, self.tenant)
 
     def submitted(self, future: "Future[SampleResult]") -> None:
         self.future = future
@@ -226,13 +229,15 @@ class VLLMSampler:
         rendered: RenderedInput,
         weights: Weights | None,
         stream: bool = False,
+        tenant: str = LOCAL,
     ) -> None:
         check_parameters(request)
         request.questions.check(len(rendered), self.base.vocab_size)
         ref_of(weights, self.base.name)
         longest = longest_answer(request, len(rendered), self.longest, self.base.name)
         fills = len(rendered) >= self.longest
-        pending = _Pending(request_id, request, rendered, weights, stream, longest, fills, self.came, self.wake)
+        asked = request_id, request, rendered, weights, stream
+        pending = _Pending(*asked, longest, fills, self.came, self.wake, tenant)
         self.pending[request_id] = pending
         self.new.append(pending)
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import NotFoundError, StoreUnavailableError, reported
 from tinsmith.protocol.serving import CancelSample, SampleDone, SampleFailed
-from tinsmith.server.access import owned, read_json
+from tinsmith.server.access import admit_still, owned, read_json, read_parsed
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import GoneError, failed_reply, json_reply, protobuf_reply
 from tinsmith.store import ids
@@ -35,6 +35,7 @@ async def retrieve_future(request: Request) -> Response:
 
     look = partial(_look_for_sample if ids.is_sample(request_id) else _look_for_operation, hub, request_id)
     ended = await hub.waiters.wait_for(request_id, look, hub.config.server.long_poll_s)
+    await admit_still(request)
     if isinstance(ended, Outcome):
         return _operation_reply(hub, ended)
     if ended is None:
@@ -47,7 +48,7 @@ async def retrieve_future(request: Request) -> Response:
 async def retrieve_futures(request: Request) -> Response:
     """The samples of a client that have ended since it last asked, after up to `long_poll_s`. It then fetches each."""
     hub = hub_of(request)
-    asked = await hub.bodies.read_parsed(request, _MAX_POLL_BYTES, None, "application/json", parse_poll)
+    asked = await read_parsed(request, _MAX_POLL_BYTES, None, "application/json", parse_poll)
     await owned(request, asked)
     client = asked.target.sampling_session_id, asked.target.cloned_sampler_id
     hub.lifetimes.saw(client[0])
@@ -60,6 +61,7 @@ async def retrieve_futures(request: Request) -> Response:
     reports = await hub.sample_reports.after(
         client, asked.prev_cursor, longest if asked.timeout is None else min(asked.timeout, longest)
     )
+    await admit_still(request)
     cursor = reports[-1].cursor if reports else asked.prev_cursor
     return json_reply({"completions": [report.to_json() for report in reports], "cursor": cursor})
 

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.serving import Sample
-from tinsmith.server.access import caller_of, read_json, require, require_base
+from tinsmith.server.access import caller_of, read_json, read_parsed, require, require_base
 from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of
 from tinsmith.server.replies import future_reply, json_reply
 from tinsmith.server.sample_checks import ReceivedSample, check_sample, receive_sample
@@ -95,7 +95,7 @@ async def asample(request: Request) -> Response:
     _require_sampler(hub)
     limits = hub.config.requests
     max_bytes = limits.max_sample_mib * 2**20
-    received = await hub.bodies.read_parsed(
+    received = await read_parsed(
         request, max_bytes, "max_sample_mib", "application/json", receive_sample, limits, hub.config.images
     )
     asked = received.request
@@ -103,6 +103,9 @@ async def asample(request: Request) -> Response:
     request_id = ids.request_id(asked.sampling_session_id, asked.seq_id)
     hub.lifetimes.saw(request_id)
     session = await hub.sampling_sessions.find(asked.sampling_session_id)
+    if session.model_path is not None and caller_of(request).sees is not None:
+        # Another tenant may have withdrawn it, or saved something else under its name
+        await require(request, "readable checkpoint", session.model_path)
     sample = hub.samples.find(request_id)
     if sample is None:
         sample = await _start(request, request_id, session, received)

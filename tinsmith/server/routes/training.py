@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from tinsmith.errors import BackpressureError, NotBuiltError, NotFoundError, UserError, reported
 from tinsmith.protocol.serving import Wake
 from tinsmith.protocol.shapes import rank_refusal
-from tinsmith.server.access import caller_of, operation_body, owned, require, require_base, require_storage
+from tinsmith.server.access import caller_of, operation_body, owned, read_parsed, require, require_base, require_storage
 from tinsmith.server.hub import check_fits, comes_from_here, hub_of
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
@@ -168,7 +168,7 @@ async def forward_backward(request: Request) -> Response:
     hub = hub_of(request)
     max_bytes = hub.config.server.max_body_mib * 2**20
     limits, longest = hub.config.requests, hub.base_models.longest
-    received = await hub.bodies.read_parsed(request, max_bytes, "max_body_mib", PROTOBUF, receive, limits, longest)
+    received = await read_parsed(request, max_bytes, "max_body_mib", PROTOBUF, receive, limits, longest)
     key = received.key
     if not key.model_id or not 1 <= key.seq_id <= MAX_SEQ_ID:
         raise UserError(f"model_id={key.model_id!r}, seq_id={key.seq_id}: both are needed, and seq_id counts from 1")
