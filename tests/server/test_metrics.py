@@ -1,5 +1,6 @@
 """What the server tells of the reports of its engine: to Prometheus, and in its status."""
 
+import socket
 from pathlib import Path
 
 import httpx
@@ -7,10 +8,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.serving import Served, refused, served
+from tinsmith.config import Config, ServerConfig
+from tinsmith.errors import ConfigError
 from tinsmith.observing.metrics import Number
 from tinsmith.protocol.serving import Status
 from tinsmith.server.activity import Activity
-from tinsmith.server.main import create_app, http_config
+from tinsmith.server.main import create_app, http_config, run_server
 from tinsmith.server.routes.metrics import metrics_app
 
 TOKENS = "tinsmith_sampled_tokens_total"
@@ -54,6 +57,14 @@ async def test_clients_of_a_proxy_cannot_say_that_they_are_here(tmp_path: Path, 
             async with httpx.AsyncClient(transport=behind, base_url="http://localhost") as client:
                 assert (await client.get("/metrics", headers={header: "127.0.0.1, 10.0.0.5"})).status_code == 404
                 assert (await client.get("/metrics")).status_code == (200 if proxy == "127.0.0.1" else 404)
+
+
+def test_an_address_for_metrics_that_is_in_use_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = ServerConfig(port=0, metrics_address=f"127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match=f"port={port}: .* with --metrics-address 127.0.0.1:{port + 1}$"):
+            run_server(Config(base_models=["tiny=/nowhere"], data_dir=str(tmp_path), server=server))
 
 
 async def test_a_loaded_model_is_told_of_and_one_that_is_gone_is_not(server: Served) -> None:

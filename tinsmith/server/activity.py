@@ -29,7 +29,7 @@ class Activity:
         self._clock = clock
         self._last = _NOTHING
         self._counts: dict[tuple[str, str, int | None, str], float] = {}
-        """The last value of each counter that there are rates of, by name, worker, its process, and base model or activity."""
+        """Last value of each counter that there are rates of, by name, worker, its pid, and base model or activity."""
         self._grown: Grown = defaultdict(float)
         """Over all lives of their processes."""
         self._history: deque[tuple[float, Grown]] = deque()
