@@ -1034,6 +1034,20 @@ MUTATIONS = (
         ("tests/server/test_budgets.py",),
     ),
     Mutation(
+        "a client of a proxy is here if it says so",
+        "tinsmith/server/hub.py",
+        "if client is None or server is None or any(name in request.headers for name in _OF_PROXIES):",
+        "if client is None or server is None:",
+        ("tests/server/test_metrics.py",),
+    ),
+    Mutation(
+        "a sample that cannot be recorded counts as finished too",
+        "tinsmith/worker/samples.py",
+        "                self._record(message, result, started)\n",
+        "                self._record(message, result, started)\n                self._count(message, result, 0)\n",
+        ("tests/worker/test_samples.py",),
+    ),
+    Mutation(
         "metrics are told to other machines",
         "tinsmith/server/routes/metrics.py",
         "if not (request.app.state.is_for_metrics or comes_from_here(request)):",

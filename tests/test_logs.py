@@ -8,10 +8,12 @@ import io
 import json
 import logging
 import re
+import subprocess
 from datetime import UTC, datetime
 
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.logs import start_logging
 
 FORGED = "1.0\n2026-01-01 00:00:00,000 INFO server: all is well\r\x1b[2J\x85\u2028\u202e\x00end"
@@ -75,6 +77,36 @@ def test_json_lines_name_request_model_and_session(written: io.StringIO) -> None
 
 def fail() -> None:
     raise ValueError(FORGED)
+
+
+BY_OTHERS = """
+import logging, threading, warnings
+from tinsmith.logs import start_logging
+library = logging.getLogger("library")
+library.propagate = False
+library.addHandler(logging.StreamHandler())
+start_logging("worker", "info", "json")
+library.warning("of a library")
+warnings.warn("of Python")
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+raise ValueError("the end")
+"""
+
+
+def test_what_libraries_and_python_itself_write_is_json_too() -> None:
+    ended = subprocess.run([REAL_PYTHON, "-P", "-c", BY_OTHERS], check=False, capture_output=True, text=True)
+    told = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert [(line["logger"], line["level"]) for line in told] == [
+        ("library", "warning"),
+        ("py.warnings", "warning"),
+        ("tinsmith.logs", "critical"),
+        ("tinsmith.logs", "critical"),
+    ]
+    assert "UserWarning: of Python" in told[1]["message"]
+    assert ["ZeroDivisionError" in told[2]["traceback"], "ValueError: the end" in told[3]["traceback"]] == [True, True]
+    assert ended.returncode == 1
 
 
 def test_the_lines_of_a_traceback_are_no_lines_of_their_own(written: io.StringIO) -> None:

@@ -5,9 +5,14 @@ Messages quote clients: nothing of theirs begins a line, moves a terminal's curs
 
 import json
 import logging
+import sys
+import threading
 from datetime import UTC, datetime
+from types import TracebackType
 
 from tinsmith.errors import printable, shortened
+
+log = logging.getLogger(__name__)
 
 LEVELS = ("debug", "info", "warning", "error")
 """From most lines to fewest."""
@@ -21,7 +26,8 @@ FORMATS = ("text", "json")
 def start_logging(process: str, level: str = "info", form: str = "text") -> None:
     """Log to standard error our lines from `level` on, and warnings of libraries, in one of `FORMATS`.
 
-    A second call changes level and format.
+    A second call changes level and format, also those of libraries that were imported meanwhile. As JSON go warnings
+    and uncaught exceptions as well.
     """
     root = logging.getLogger()
     if not root.handlers:
@@ -31,6 +37,23 @@ def start_logging(process: str, level: str = "info", form: str = "text") -> None
         if isinstance(handler, _OwnHandler):
             handler.setFormatter(_JsonLine(process) if form == "json" else _OneLine(text))
     logging.getLogger("tinsmith").setLevel(level.upper())
+    if form == "json":
+        logging.captureWarnings(True)
+        sys.excepthook = _log_uncaught
+        threading.excepthook = lambda of: _log_uncaught(of.exc_type, of.exc_value, of.exc_traceback)
+        for library in root.manager.loggerDict.values():
+            _have_no_own_format(library)
+
+
+def _log_uncaught(_kind: type[BaseException], error: BaseException | None, _traceback: TracebackType | None) -> None:
+    log.critical("uncaught exception", exc_info=error)
+
+
+def _have_no_own_format(library: logging.Logger | logging.PlaceHolder) -> None:
+    """Let lines that a library would write itself go to our handler."""
+    if isinstance(library, logging.Logger) and any(type(each) is logging.StreamHandler for each in library.handlers):
+        library.handlers = [each for each in library.handlers if type(each) is not logging.StreamHandler]
+        library.propagate = True
 
 
 class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]

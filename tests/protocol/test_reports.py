@@ -71,4 +71,21 @@ def test_a_report_that_fails_ends_the_reports_and_nothing_else(caplog: pytest.Lo
 
 
 def test_a_report_takes_at_most_a_hundredth_of_the_time() -> None:
-    assert [reports.pause_s(took_s) for took_s in (0.0, 0.03, 0.5)] == [3.0, 3.0, 50.0]
+    assert [reports.pause_s(took_s) for took_s in (0.0, 0.02, 0.5)] == [3.0, 3.0, 50.0]
+
+
+def test_what_a_report_waits_for_puts_off_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver, a full machine or SIGSTOP may hold up a report: that takes no time of what trains."""
+    monkeypatch.setattr(reports, "EVERY_S", 0.01)
+    monkeypatch.setattr(reports, "PAUSE", 1000)
+    parent = ParentLink()
+    made: list[WorkerStatus] = []
+
+    def make() -> WorkerStatus:
+        time.sleep(0.1)
+        made.append(STATUS)
+        return STATUS
+
+    Reports(parent.address, make).start()
+    until(lambda: len(made) >= 3)
+    parent.close()

@@ -1,23 +1,27 @@
 """What the server tells of the reports of its engine: to Prometheus, and in its status."""
 
+import socket
 from pathlib import Path
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.serving import Served, refused, served
+from tinsmith.config import Config, ServerConfig
+from tinsmith.errors import ConfigError
 from tinsmith.observing.metrics import Number
 from tinsmith.protocol.serving import Status
 from tinsmith.server.activity import Activity
-from tinsmith.server.main import create_app
+from tinsmith.server.main import create_app, http_config, run_server
 from tinsmith.server.routes.metrics import metrics_app
 
 TOKENS = "tinsmith_sampled_tokens_total"
 MODEL = {"model_id": "s:train:0", "base_model": "tiny", "queued": 2, "trained_tokens": 70}
 
 
-def report(*numbers: Number, loaded: bool = True) -> Status:
-    worker = {"pid": 1, "device": "cpu", "state": "ready", "pass_tokens": 90}
+def report(*numbers: Number, loaded: bool = True, pid: int = 1) -> Status:
+    worker = {"pid": pid, "device": "cpu", "state": "ready", "pass_tokens": 90}
     return Status([MODEL] if loaded else [], [worker], list(numbers))
 
 
@@ -40,6 +44,27 @@ async def test_metrics_are_for_programs_on_this_machine_only(server: Served) -> 
     async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
         assert "tinsmith_engine_ready 0.0" in (await client.get("/metrics")).text
         assert (await client.get("/api/v1/status")).status_code == 404
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "X-Real-IP", "Forwarded", "Via"])
+async def test_clients_of_a_proxy_cannot_say_that_they_are_here(tmp_path: Path, header: str) -> None:
+    """The client is in the network of the trusted proxies too, as 10.0.0.5."""
+    async with served(tmp_path, trusted_proxies=["10.0.0.0/24"]) as server:
+        http = http_config(create_app(server.hub), server.hub.config.server)
+        http.load()
+        for proxy in ("10.0.0.9", "127.0.0.1"):
+            behind = httpx.ASGITransport(http.loaded_app, client=(proxy, 4000))
+            async with httpx.AsyncClient(transport=behind, base_url="http://localhost") as client:
+                assert (await client.get("/metrics", headers={header: "127.0.0.1, 10.0.0.5"})).status_code == 404
+                assert (await client.get("/metrics")).status_code == (200 if proxy == "127.0.0.1" else 404)
+
+
+def test_an_address_for_metrics_that_is_in_use_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = ServerConfig(port=0, metrics_address=f"127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match=f"port={port}: .* with --metrics-address 127.0.0.1:{port + 1}$"):
+            run_server(Config(base_models=["tiny=/nowhere"], data_dir=str(tmp_path), server=server))
 
 
 async def test_a_loaded_model_is_told_of_and_one_that_is_gone_is_not(server: Served) -> None:
@@ -69,13 +94,13 @@ async def test_samples_and_polls_that_wait_are_counted_when_somebody_looks(tmp_p
 
 
 def test_rates_go_on_when_a_worker_or_the_engine_counts_from_zero_again() -> None:
-    """30 tokens, then 12 of another worker, then 5 of another engine's: 47 in the last minute."""
+    """30 tokens, then 12 and 40 of other workers, then 50 of another engine's: 132 in the last minute."""
     counted = Activity()
-    for tokens in (10, 30, 12):
-        counted.take(report((TOKENS, {"worker": "0", "base_model": "tiny"}, tokens)))
+    for pid, tokens in ((1, 10), (1, 30), (2, 12), (3, 40)):
+        counted.take(report((TOKENS, {"worker": "0", "base_model": "tiny"}, tokens), pid=pid))
     counted.clear()
-    counted.take(report((TOKENS, {"worker": "0", "base_model": "tiny"}, 5)))
-    assert counted.describe()["tokens_per_second"] == {"training": 0, "sampling": 47 / 60}
+    counted.take(report((TOKENS, {"worker": "0", "base_model": "tiny"}, 50), pid=3))
+    assert counted.describe()["tokens_per_second"] == {"training": 0, "sampling": 132 / 60}
 
 
 def test_rates_are_of_the_last_minute_and_those_of_all_workers() -> None:

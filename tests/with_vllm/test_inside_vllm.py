@@ -233,7 +233,7 @@ def test_paths_options_and_environment_are_there(vllm: Path) -> None:
 def test_fields_of_a_generate_request_are_there(vllm: Path) -> None:
     request = located(vllm, "vllm.entrypoints.scale_out.token_in_token_out.protocol.GenerateRequest")
     nothing = RenderedInput(np.zeros(0, dtype=np.int32), (), (), torch.zeros(1, 0, dtype=torch.int64))
-    body = generate._body(nothing, {}, None, ()) | generate._STREAM | {"features": None, "request_id": "x"}
+    body = generate._body(nothing, {}, None, (), "t") | generate._STREAM | {"features": None, "request_id": "x"}
     assert set(definitions(request)) >= set(body)
     params = SamplingParams(1, 1.0, 1.0, -1, 0, StopRule(eos=True, strings=("x",), token_ids=(1,)))
     asked = SampleRequest("s", 0, 1, [], params, PromptQuestions(logprobs=True))

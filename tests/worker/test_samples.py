@@ -24,6 +24,7 @@ from tinsmith.config import SamplingConfig
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraPair
+from tinsmith.observing.metrics import WORKER, numbers
 from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed, SampleStopped
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleResult
@@ -175,9 +176,16 @@ def test_a_sample_that_fails_harms_no_other(
         "cannot be written": (sample("cannot be written", num_samples=2), "server", False),
         "s:sample:0/1": (sample("s:sample:0/1", record_stability_info=True), "server", False),
     }
+    before = counted()
     for message in (sample("healthy"), *(message for message, *_ in expected.values()), large(sample("large"))):
         bench.samples.add(message)
     bench.settle()
+    assert {name: value - before.get(name, 0) for name, value in counted().items()} == {
+        "tinsmith_samples_total ok": 2,
+        "tinsmith_samples_total user": 3,
+        "tinsmith_samples_total server": 3,
+        "tinsmith_sampled_tokens_total": 8,
+    }
     failed = {m.request_id: (m.category, m.gone) for m in bench.sent if isinstance(m, SampleFailed)}
     assert failed == {name: (category, gone) for name, (_, category, gone) in expected.items()}
     assert len([message for message in bench.sent if isinstance(message, SampleStopped)]) == 3  # of those that ran
@@ -187,6 +195,16 @@ def test_a_sample_that_fails_harms_no_other(
     assert [len(answers[name][0]) for name in ("healthy", "large")] == [4, 4]
     assert (bench.samples.load(), bench.base.started, bench.base.sessions) == ((0, 0), {}, {})
     assert not any(bench.sampler.cache.users)
+
+
+def counted() -> dict[str, float]:
+    """Samples of the base model by outcome, and their tokens."""
+    names = ("tinsmith_samples_total", "tinsmith_sampled_tokens_total")
+    return {
+        " ".join([name, *filter(None, [labels.get("outcome")])]): value
+        for name, labels, value in numbers(WORKER)
+        if name in names and labels["base_model"] == "tiny"
+    }
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,9 @@ class StatusBoard:
 
     def note(self) -> None:
         """Note what engine and workers do, if that is due; call it often."""
-        if (now := time.monotonic()) < self.due_at:
+        if time.monotonic() < self.due_at:
             return
+        began = time.thread_time()
         scheduler = self.scheduler
         unfinished = {model_id: scheduler.unfinished(model_id) for model_id in scheduler.models}
         self._count(chain.from_iterable(unfinished.values()))
@@ -95,7 +96,7 @@ class StatusBoard:
         ]
         of_workers = self.workers.status
         self.latest = replace(of_workers, models=models, numbers=[*numbers(ENGINE), *of_workers.numbers])
-        self.due_at = time.monotonic() + pause_s(time.monotonic() - now)
+        self.due_at = time.monotonic() + pause_s(time.thread_time() - began)
 
     def _count(self, commands: Iterable[Command]) -> None:
         """Count operations by kind, and find the oldest of each."""

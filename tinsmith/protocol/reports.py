@@ -1,8 +1,8 @@
 """A thread that reports to the parent, every few seconds, what its process counts.
 
 What trains and samples never waits for it: it has a socket of its own, and a report that the parent has no room for is
-dropped. It takes at most a hundredth of the time, so where a report takes long, fewer are made. If it fails, the log
-says so, and the process goes on without reports.
+dropped. It computes for at most a hundredth of the time, so where a report is much work, fewer are made. If it fails,
+the log says so, and the process goes on without reports.
 """
 
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 EVERY_S = 3.0
 """Least time between two reports."""
 PAUSE = 100
-"""Least time between two reports, as a multiple of what one takes."""
+"""Least time between two reports, as a multiple of what one computes."""
 
 
 class Reports:
@@ -46,18 +46,21 @@ class Reports:
     def _report_on(self) -> None:
         socket = beside_socket(self._address, self._keys)
         while True:
-            began = time.monotonic()
+            began = time.thread_time()
             message = self._make()
             if message is not None:
                 with suppress(zmq.Again):
                     socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK)
-            time.sleep(pause_s(time.monotonic() - began))
+            time.sleep(pause_s(time.thread_time() - began))
 
 
 def _log_end(error: Exception) -> None:
     log.error("this process reports nothing any more; its work goes on", exc_info=error)
 
 
-def pause_s(took_s: float) -> float:
-    """Return the seconds until the next report, after one that took so long."""
-    return max(EVERY_S, PAUSE * took_s)
+def pause_s(computed_s: float) -> float:
+    """Return the seconds until the next report, after one for which a thread computed so long.
+
+    What it waited does not count: a driver, a full machine or SIGSTOP puts off no later report.
+    """
+    return max(EVERY_S, PAUSE * computed_s)

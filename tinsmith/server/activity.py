@@ -28,8 +28,8 @@ class Activity:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last = _NOTHING
-        self._counts: dict[tuple[str, str, str], float] = {}
-        """The last value of each counter that there are rates of, by name, worker, and base model or activity."""
+        self._counts: dict[tuple[str, str, int | None, str], float] = {}
+        """Last value of each counter that there are rates of, by name, worker, its pid, and base model or activity."""
         self._grown: Grown = defaultdict(float)
         """Over all lives of their processes."""
         self._history: deque[tuple[float, Grown]] = deque()
@@ -41,12 +41,14 @@ class Activity:
         if not self._history:
             self._history.append((now - WINDOW_S, defaultdict(float)))  # a server starts at zero
         self._last = status
+        before, self._counts = self._counts, {}
+        pids = {str(rank): worker["pid"] for rank, worker in enumerate(status.workers)}
         for name, labels, value in status.numbers:
             if name in (TRAINED, SAMPLED, WORKER_ACTIVITY):
                 activity = labels.get("activity", "")
-                key = name, labels.get("worker", ""), labels.get("base_model", activity)
-                before = self._counts.get(key, 0.0)
-                self._grown[name, activity] += value - before if value >= before else value
+                worker = labels.get("worker", "")
+                key = name, worker, pids.get(worker), labels.get("base_model", activity)
+                self._grown[name, activity] += value - before.get(key, 0.0)
                 self._counts[key] = value
         self._history.append((now, self._grown.copy()))
         self._forget_before(now - WINDOW_S)

@@ -240,13 +240,15 @@ class Hub:
         return self._known_models[model_id]
 
 
+_OF_PROXIES = ("x-forwarded-for", "x-real-ip", "forwarded", "via")
+"""Headers that proxies add."""
+
+
 def comes_from_here(request: Request) -> bool:
     """Whether the client runs on this machine."""
     client, server = request.client, request.scope.get("server")
-    if client is None or server is None:
-        return False
-    if "x-forwarded-for" in request.headers and client.host == server[0]:
-        return False  # a proxy here that connects to this machine's address: its clients may be anywhere
+    if client is None or server is None or any(name in request.headers for name in _OF_PROXIES):
+        return False  # clients of a proxy may be anywhere, and may say that they are here
     return client.host == server[0] or client.host.removeprefix("::ffff:") in ("127.0.0.1", "::1")
 
 

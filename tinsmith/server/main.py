@@ -138,13 +138,13 @@ def require_usable_tls(server: ServerConfig) -> None:
 
 
 @contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket at this address. Raises ConfigError."""
+def listening(host: str, port: int, option: str = "--port {}") -> Iterator[socket.socket]:
+    """A socket at this address, whose port `option` sets. Raises ConfigError."""
 
     def why_not(error: OSError) -> str:
         used = error.errno == errno.EADDRINUSE
         remedy = (
-            f"another program listens there; stop it, or choose another port with --port {port + 1}"
+            f"another program listens there; stop it, or choose another port with {option.format(port + 1)}"
             if used
             else str(error)
         )
@@ -166,7 +166,7 @@ def _listening_for_metrics(address: str) -> Iterator[socket.socket | None]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"metrics_address={address!r} is not HOST:PORT; give it as --metrics-address 127.0.0.1:9100")
-    with listening(host.strip("[]"), int(port)) as listener:
+    with listening(host.strip("[]"), int(port), f"--metrics-address {host}:{{}}") as listener:
         yield listener
 
 

@@ -53,6 +53,7 @@ def main() -> int:
         from tinsmith.worker.loop import Worker
         from tinsmith.worker.records import AskedRecords
 
+    start_logging(name, config.log_level, config.log_format)  # for the libraries too, which are there now
     gc.freeze()  # nor does a later collection look through them
     gc.enable()
     try:

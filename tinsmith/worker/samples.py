@@ -79,20 +79,25 @@ class SampleResults:
             if started.is_recorded or result.routes:
                 self._record(result, started)
             else:
-                self.send(_done(started, result))
-            tokens = sum(len(sequence.tokens) for sequence in result.sequences)
-            self.sampled_tokens += tokens
-            self.finished += 1
-            self._count(message, result, tokens)
-            log.debug(
-                "sample=%s weights=%s prompt_tokens=%d tokens=%d seconds=%.3f",
-                message.request_id,
-                message.weights_id or message.base_model,
-                result.prompt_tokens,
-                tokens,
-                time.monotonic() - started.started_at,
-                extra={"request": message.request_id},
-            )
+                self._tell_finished(_done(started, result), result, started)
+
+    def _tell_finished(self, done: SampleDone, result: SampleResult, started: Started) -> None:
+        """Answer, count and log a sample."""
+        message = started.message
+        self.send(done)
+        tokens = sum(len(sequence.tokens) for sequence in result.sequences)
+        self.sampled_tokens += tokens
+        self.finished += 1
+        self._count(message, result, tokens)
+        log.debug(
+            "sample=%s weights=%s prompt_tokens=%d tokens=%d seconds=%.3f",
+            message.request_id,
+            message.weights_id or message.base_model,
+            result.prompt_tokens,
+            tokens,
+            time.monotonic() - started.started_at,
+            extra={"request": message.request_id},
+        )
 
     def _count(self, message: Sample, result: SampleResult, tokens: int) -> None:
         base_model, cached = message.base_model, result.cached_tokens
@@ -121,7 +126,7 @@ class SampleResults:
 
         def answer(ended: "Future[SampleDone]") -> None:
             with failing_into(partial(self.broken, started)):
-                self.send(ended.result())
+                self._tell_finished(ended.result(), result, started)
 
         self.disk.run(record, answer)
 

@@ -54,7 +54,7 @@ class WorkerBoard:
 
     def note(self) -> None:
         """Note and log what is due; call it after whatever the worker does, and at least every few seconds."""
-        now = time.monotonic()
+        now, began = time.monotonic(), time.thread_time()
         if now < self.due_at:
             return
         if now - self.summed_up[0] >= SUMMARY_S:
@@ -67,7 +67,7 @@ class WorkerBoard:
         for fact, value in self.paging().items():
             PAGING.labels(fact).set(value)
         self._forget_unloaded()
-        self.due_at = time.monotonic() + pause_s(time.monotonic() - now)
+        self.due_at = time.monotonic() + pause_s(time.thread_time() - began)
 
     def _forget_unloaded(self) -> None:
         """Let the numbers of models that are gone disappear."""
