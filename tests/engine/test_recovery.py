@@ -382,6 +382,19 @@ def test_requests_stay_until_two_newer_copies_make_them_needless(make: Callable[
     assert stored_requests(here) == 0
 
 
+def test_a_model_whose_history_is_given_up_leaves_no_requests_in_the_log(
+    make: Callable[..., Here], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may ever save it, and the disk would fill."""
+    here = make(kept_copies_gib=0)
+    step(here, 1)
+    assert stored_requests(here) == 1
+    monkeypatch.setattr("tinsmith.engine.copies.MOST_REPLAYED_S", 0.0)
+    for seq in (3, 5, 7):
+        step(here, seq)
+        assert stored_requests(here) == 0
+
+
 def test_a_step_whose_replay_computes_other_gradients_loses_its_model(
     make: Callable[..., Here],
 ) -> None:
