@@ -629,6 +629,34 @@ def test_a_damaged_copy_is_passed_over_and_two_lose_their_model_and_no_other(her
     assert models(here) == ["b"]
 
 
+@pytest.mark.parametrize("why", ["copies are damaged", "the replay differs"])
+def test_a_model_that_does_not_come_back_leaves_nothing_of_an_operation_that_is_computed_in_part(
+    make: Callable[..., Here], why: str
+) -> None:
+    """The rest of it would be computed by workers that do not have it."""
+    here = make(replay_s=0.0 if why == "copies are damaged" else 1000.0)
+    another(here, "b")
+    for seq in (1, 3):
+        step(here, seq)
+    here.process.is_stuck = True
+    here.forward("a", 5, LENGTHS)
+    here.until(lambda: here.engine.scheduler.forward.passes)
+    here.worker.turn()
+    here.turn()
+    assert len(here.engine.scheduler.forward.operations["s:train:a"][0].results) == 2
+    for file in kept_copies(Path(here.config.data_dir), "s:train:a").glob("*/*.safetensors"):
+        file.write_bytes(b"")
+    for each in here.engine.scheduler.models.loaded["s:train:a"].history.events:
+        if isinstance(each, Stepped):
+            object.__setattr__(each, "grad_norm", 2.0 * each.grad_norm)
+    die(here)
+    here.settle()
+    assert "the model could not be brought back" in str(here.error("a", 5))
+    assert (models(here), here.worker.passes.datums) == (["b"], {})
+    step(here, 1, "b")
+    assert here.error("b", 2) is None
+
+
 # ---- Creations, the database, samples
 
 
