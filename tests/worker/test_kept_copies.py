@@ -109,3 +109,14 @@ def test_a_copy_that_a_full_disk_does_not_take_leaves_nothing_there_and_the_one_
     keep(8)
     assert (kept[-1], sorted(path.name for path in home.iterdir())) == (True, ["2", "8"])
     threads.close()
+
+
+def test_room_that_a_dead_worker_took_for_a_copy_that_never_came_is_free_when_the_model_goes(tmp_path: Path) -> None:
+    threads = Background("copies", 1, lambda: None)
+    died, after = (KeptCopies(tmp_path, 150.0, threads, Place()) for _ in range(2))
+    assert died._takes_room(MODELS[0], 100)
+    assert not after._takes_room(MODELS[1], 100)
+    after.forget(MODELS[0])
+    delivered(threads)
+    assert after._takes_room(MODELS[1], 100)
+    threads.close()

@@ -104,9 +104,9 @@ class KeptCopies:
 
     def forget(self, model_id: str) -> None:
         """Delete the copies of a model, whichever worker wrote them."""
-        took = self.reserved.pop(model_id, None)
+        self.reserved.pop(model_id, None)
         directory = kept_copies(self.data_dir, model_id)
-        if took or directory.exists():
+        if _taken(directory) or directory.exists():
             self.threads.run(partial(_delete, directory), lambda ended: None)
 
     def _written(
