@@ -382,6 +382,19 @@ def test_requests_stay_until_two_newer_copies_make_them_needless(make: Callable[
     assert stored_requests(here) == 0
 
 
+def test_a_model_whose_history_is_given_up_leaves_no_requests_in_the_log(
+    make: Callable[..., Here], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may ever save it, and the disk would fill."""
+    here = make(kept_copies_gib=0)
+    step(here, 1)
+    assert stored_requests(here) == 1
+    monkeypatch.setattr("tinsmith.engine.copies.MOST_REPLAYED_S", 0.0)
+    for seq in (3, 5, 7):
+        step(here, seq)
+        assert stored_requests(here) == 0
+
+
 def test_a_step_whose_replay_computes_other_gradients_loses_its_model(
     make: Callable[..., Here],
 ) -> None:
@@ -614,6 +627,34 @@ def test_a_damaged_copy_is_passed_over_and_two_lose_their_model_and_no_other(her
     here.settle()
     assert "was lost when its worker" in str(here.error("a", 7))
     assert models(here) == ["b"]
+
+
+@pytest.mark.parametrize("why", ["copies are damaged", "the replay differs"])
+def test_a_model_that_does_not_come_back_leaves_nothing_of_an_operation_that_is_computed_in_part(
+    make: Callable[..., Here], why: str
+) -> None:
+    """The rest of it would be computed by workers that do not have it."""
+    here = make(replay_s=0.0 if why == "copies are damaged" else 1000.0)
+    another(here, "b")
+    for seq in (1, 3):
+        step(here, seq)
+    here.process.is_stuck = True
+    here.forward("a", 5, LENGTHS)
+    here.until(lambda: here.engine.scheduler.forward.passes)
+    here.worker.turn()
+    here.turn()
+    assert len(here.engine.scheduler.forward.operations["s:train:a"][0].results) == 2
+    for file in kept_copies(Path(here.config.data_dir), "s:train:a").glob("*/*.safetensors"):
+        file.write_bytes(b"")
+    for each in here.engine.scheduler.models.loaded["s:train:a"].history.events:
+        if isinstance(each, Stepped):
+            object.__setattr__(each, "grad_norm", 2.0 * each.grad_norm)
+    die(here)
+    here.settle()
+    assert "the model could not be brought back" in str(here.error("a", 5))
+    assert (models(here), here.worker.passes.datums) == (["b"], {})
+    step(here, 1, "b")
+    assert here.error("b", 2) is None
 
 
 # ---- Creations, the database, samples

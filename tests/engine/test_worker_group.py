@@ -42,6 +42,7 @@ from tinsmith.protocol.work import (
     CallFailed,
     ClearGradients,
     Copied,
+    CopyEnded,
     CreateModel,
     DeleteModel,
     Drop,
@@ -270,6 +271,16 @@ def test_what_all_are_asked_for_is_answered_once_and_after_the_last(pair: Spoken
         pair.group.send(order_of_all)
         assert pair.told() == [[order_of_all]] * 2
     assert pair.group.work.awaited == {}
+
+
+def test_a_copy_of_a_step_is_told_behind_its_answer_if_it_is_complete_before_all_have_taken_it(pair: Spoken) -> None:
+    """Before it the engine knows of no copy, and would wait for the news of this one for good."""
+    step, ended = replace(STEP, copy="kept/1"), CopyEnded(MODEL, "kept/1", True, 0.0)
+    other = replace(ended, directory="kept/0")
+    pair.group.send(step)
+    assert pair.says(WRITER, Answer(step.number, {"rank": WRITER}), ended, other) == [other]
+    assert pair.says(1 - WRITER, Answer(step.number, {})) == [Answer(step.number, {"rank": WRITER}), ended]
+    assert pair.says(WRITER, ended) == [ended]
 
 
 @pytest.mark.parametrize("kind", [SaveModel, ExportModel])

@@ -1,5 +1,6 @@
 """What several workers know of the kept copies that one of them writes."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -73,4 +74,49 @@ def test_one_model_may_take_all_the_room_of_several_workers_and_others_none_beyo
     assert list(kept_copies(tmp_path, "").parent.iterdir()) == []
     assert keeps(restarted[1], MODELS[1], 3)
     assert not keeps(restarted[0], MODELS[0], 4)
+    threads.close()
+
+
+def test_a_copy_that_a_full_disk_does_not_take_leaves_nothing_there_and_the_one_before(
+    text_base: BaseModel, tmp_path: Path
+) -> None:
+    """Each attempt has a name of its own: what they leave would keep the disk full, and saves would fail."""
+    threads = Background("copies", 1, lambda: None)
+    backend = LocalBackend(text_base, TrainingConfig())
+    backend.create_model(MODELS[0], LoraShape(4, seed=0))
+    worker, home = KeptCopies(tmp_path, 1e9, threads, Place()), kept_copies(tmp_path, MODELS[0])
+    kept: list[bool] = []
+
+    def keep(step: int) -> None:
+        worker.keep(
+            backend,
+            MODELS[0],
+            home / str(step),
+            str(home / "2"),
+            lambda is_complete, blocked_s: kept.append(is_complete),
+        )
+        delivered(threads)
+
+    keep(2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        for step in (4, 6):
+            keep(step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (kept, [path.name for path in home.iterdir()]) == ([True, False, False], ["2"])
+    keep(8)
+    assert (kept[-1], sorted(path.name for path in home.iterdir())) == (True, ["2", "8"])
+    threads.close()
+
+
+def test_room_that_a_dead_worker_took_for_a_copy_that_never_came_is_free_when_the_model_goes(tmp_path: Path) -> None:
+    threads = Background("copies", 1, lambda: None)
+    died, after = (KeptCopies(tmp_path, 150.0, threads, Place()) for _ in range(2))
+    assert died._takes_room(MODELS[0], 100)
+    assert not after._takes_room(MODELS[1], 100)
+    after.forget(MODELS[0])
+    delivered(threads)
+    assert after._takes_room(MODELS[1], 100)
     threads.close()

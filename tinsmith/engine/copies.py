@@ -113,6 +113,8 @@ class Copies:
                 "(--kept-copies-gib), and what came since it was saved has taken more than %.0f s",
                 *(model.model_id, MOST_REPLAYED_S),
             )
+        if not history.kept:
+            self._release(model)
 
     # ---- Copies
 
@@ -154,12 +156,13 @@ class Copies:
             self.keep(model, copying)
 
     def keep(self, model: LoadedModel, kept: Kept) -> None:
-        """Take a newer state to restore a model from, and let the log drop what that makes needless.
+        """Take a newer state to restore a model from, and let the log drop what that makes needless."""
+        model.history.keep(kept)
+        self._release(model)
 
-        What the database does not drop now it drops the next time.
-        """
+    def _release(self, model: LoadedModel) -> None:
+        """Let the log drop the requests that no replay needs. What the database does not drop now it drops later."""
         history = model.history
-        history.keep(kept)
         upto = history.needed_from.seq_id
         if upto <= history.released_seq:
             return

@@ -178,6 +178,7 @@ class CrashRecovery:
             log.warning("model %s waits for the database to come back: %s", model_id, error)
         except TinsmithError as error:
             self.under_way = None
+            self.forward.cancel(model_id, error)  # operations computed in part, which are still queued in the log
             self._lose(model_id, f"{self.reason}, and the model could not be brought back: {error}")
         else:
             comeback.number = message.number

@@ -50,6 +50,14 @@ class Replay:
         """
         kept = yield from self._restored(model)
         prepared: dict[str, Command] = {}
+        try:
+            yield from self._replayed(model, kept, prepared)
+        finally:
+            self._drop(prepared)
+        yield from self._prepared_again(model)
+
+    def _replayed(self, model: LoadedModel, kept: Kept, prepared: dict[str, Command]) -> Replaying:
+        """Do again what has happened since a state was kept; `prepared` are the operations that the workers hold."""
         for event in model.history.since(kept):
             match event:
                 case Passed():
@@ -62,8 +70,6 @@ class Replay:
                     yield TakeSnapshot(number, model.base_model, model.model_id, event.request_id, event.inflight)
                 case CopiedForSave():
                     yield from self.save_again(event)
-        self._drop(prepared)
-        yield from self._prepared_again(model)
 
     def _restored(self, model: LoadedModel) -> Generator[Asked, Any, Kept]:
         """Load the newest state whose files are whole; raises what is wrong with the last that was tried."""

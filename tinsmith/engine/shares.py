@@ -23,6 +23,7 @@ from tinsmith.protocol.work import (
     Call,
     CallFailed,
     Copied,
+    CopyEnded,
     CreateModel,
     DeleteModel,
     Drop,
@@ -72,6 +73,8 @@ class Awaited:
     replies: dict[int, Reply] = field(default_factory=dict)
     copied: set[int] = field(default_factory=set)
     """Those that have their copy of what is to be saved."""
+    copy_ended: list[CopyEnded] = field(default_factory=list)
+    """What became of the kept copy of a step that others are still taking."""
 
     def of(self, kind: type[R]) -> dict[int, R]:
         """The replies of one kind, by worker."""
@@ -186,6 +189,9 @@ class SharedWork:
                 awaited = self.awaited[message.number]
                 awaited.copied.add(rank)
                 return [message] if len(awaited.copied) == len(awaited.ranks) else []
+            case CopyEnded() if (step := self._step_copied_to(message.directory)) is not None:
+                step.copy_ended.append(message)
+                return []
             case PassDone() | Prepared() | PrepareFailed() | PartWritten() | Answer() | CallFailed():
                 return self._replied(rank, message)
         return [message]
@@ -214,7 +220,14 @@ class SharedWork:
                 self._finish(asked, awaited)
                 return []
             case asked:
-                return self._called(asked, awaited)
+                return [*self._called(asked, awaited), *awaited.copy_ended]
+
+    def _step_copied_to(self, directory: str) -> Awaited | None:
+        """Return the step whose result one worker has copied there, if others have not answered it."""
+        for awaited in self.awaited.values():
+            if isinstance(awaited.message, OptimStep) and awaited.message.copy == directory:
+                return awaited
+        return None
 
     def _pass_done(self, asked: RunPass, parts: dict[int, PassDone]) -> list[Message]:
         """Join the results of shares; of a sequence computed together each worker has all: take the first one's."""

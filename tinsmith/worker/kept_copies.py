@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,9 +104,9 @@ class KeptCopies:
 
     def forget(self, model_id: str) -> None:
         """Delete the copies of a model, whichever worker wrote them."""
-        took = self.reserved.pop(model_id, None)
+        self.reserved.pop(model_id, None)
         directory = kept_copies(self.data_dir, model_id)
-        if took or directory.exists():
+        if _taken(directory) or directory.exists():
             self.threads.run(partial(_delete, directory), lambda ended: None)
 
     def _written(
@@ -146,6 +147,20 @@ def write_copy(state: SavedState, model_id: str, directory: Path, before: str, d
     writing = home / f"{WRITING_PREFIX}{directory.name}"
     for left in (writing, directory):  # by a worker that has died
         shutil.rmtree(left, ignore_errors=True)
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, writing, ignore_errors=True)  # or a full disk would stay full
+        _write_files(state, model_id, directory, writing, durable)
+        writing.rename(directory)
+        undo.pop_all()
+    if durable:
+        sync(home)
+    for other in home.iterdir():
+        if str(other) not in (before, str(directory)):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _write_files(state: SavedState, model_id: str, directory: Path, writing: Path, durable: bool) -> None:
+    """Write the files of a copy that will be `directory` to `writing`."""
     write_state(state, writing)
     sizes = [file.stat().st_size for file in writing.iterdir()]
     about = state.about
@@ -167,12 +182,6 @@ def write_copy(state: SavedState, model_id: str, directory: Path, before: str, d
     write_manifest(writing, row, durable=durable)
     if durable:
         sync(writing)
-    writing.rename(directory)
-    if durable:
-        sync(home)
-    for other in home.iterdir():
-        if str(other) not in (before, str(directory)):
-            shutil.rmtree(other, ignore_errors=True)
 
 
 def name_of_copy(model_id: str) -> str:
