@@ -1043,8 +1043,8 @@ MUTATIONS = (
     Mutation(
         "a sample that cannot be recorded counts as finished too",
         "tinsmith/worker/samples.py",
-        "                self._record(message, result, started)\n",
-        "                self._record(message, result, started)\n                self._count(message, result, 0)\n",
+        "                self._record(result, started)\n",
+        "                self._record(result, started)\n                self._count(started.message, result, 0)\n",
         ("tests/worker/test_samples.py",),
     ),
     Mutation(

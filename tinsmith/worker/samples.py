@@ -73,7 +73,6 @@ class SampleResults:
 
     def finish(self, result: SampleResult, started: Started) -> None:
         """Answer a sample; what cannot be answered fails."""
-        message = started.message
         with failing_into(partial(self.broken, started)):
             result.check_finite(started.questions)
             if started.is_recorded or result.routes:
