@@ -4,10 +4,11 @@ Invariant: `/metrics` and `tinsmith status` tell the same numbers, and models th
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 import tinker
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.parser import text_string_to_metric_families
@@ -48,11 +49,18 @@ def until(url: str, seen: Callable[[list[Number]], bool]) -> list[Number]:
     return found
 
 
-def test_everything_a_client_does_is_counted_where_it_happens(server: Server) -> None:
+@pytest.fixture
+def fresh(text_only: list[str], tmp_path: Path) -> Iterator[Server]:
+    """A server that no test has used before: what that one did might be reported late."""
+    with ready(tmp_path, *text_only) as server:
+        yield server
+
+
+def test_everything_a_client_does_is_counted_where_it_happens(fresh: Server) -> None:
     def count(found: list[Number], name: str, **labels: str) -> float:
         return total(found, name, **labels) - total(before, name, **labels)
 
-    before = numbers(server.url)
+    before = numbers(fresh.url)
     passes = {"base_model": "text", "direction": "backward"}
     expected: list[tuple[float, str, dict[str, str]]] = [
         (150, "tinsmith_trained_tokens_total", {"base_model": "text"}),
@@ -79,7 +87,7 @@ def test_everything_a_client_does_is_counted_where_it_happens(server: Server) ->
         times = [count(found, "tinsmith_worker_activity_seconds_total", activity=each) for each in activities]
         return all(found == wanted for found, wanted, _ in counts) and all(times)
 
-    with connect(server) as service:
+    with connect(fresh) as service:
         client = train(service, "text", rank=8)
         client.forward([datum(text_input(1, 50))], "cross_entropy").result()
         client.forward_backward([datum(text_input(1, 60)), datum(text_input(2, 90))], "cross_entropy").result()
@@ -90,7 +98,7 @@ def test_everything_a_client_does_is_counted_where_it_happens(server: Server) ->
             sampler.sample(text_input(3, 40), 3, params).result()
         of_model = {"model": client.model_id, "base_model": "text"}
         after = until(
-            server.url,
+            fresh.url,
             lambda found: (
                 have_come(found) and total(found, "tinsmith_model_sampled_tokens_total", model=client.model_id) == 48
             ),
@@ -103,7 +111,7 @@ def test_everything_a_client_does_is_counted_where_it_happens(server: Server) ->
     assert total(after, "tinsmith_worker_memory_bytes", place="resident") > 2**20
     assert (total(after, "tinsmith_engine_ready"), total(after, "tinsmith_worker_ready", device="cpu")) == (1, 1)
     assert [name for name, _, _ in after if name.startswith("tinsmith_gpu_")] == []
-    assert client.model_id not in models(until(server.url, lambda found: client.model_id not in models(found)))
+    assert client.model_id not in models(until(fresh.url, lambda found: client.model_id not in models(found)))
 
 
 def test_status_and_metrics_tell_the_same(server: Server, service: tinker.ServiceClient) -> None:

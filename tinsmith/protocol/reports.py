@@ -21,7 +21,7 @@ from tinsmith.protocol.messages import Message
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 3.0
+EVERY_S = 1.0
 """Least time between two reports."""
 PAUSE = 100
 """Least time between two reports, as a multiple of what one computes."""
