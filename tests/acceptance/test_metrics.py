@@ -43,7 +43,7 @@ def models(found: list[Number]) -> set[str]:
 
 
 def until(url: str, seen: Callable[[list[Number]], bool]) -> list[Number]:
-    """The first numbers that `seen` accepts: reports come every few seconds."""
+    """The first numbers that `seen` accepts: reports come once a second."""
     while not seen(found := numbers(url)):
         pass
     return found

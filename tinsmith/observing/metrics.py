@@ -2,7 +2,7 @@
 
     worker --numbers--> engine --numbers--> server --text--> Prometheus, `tinsmith status`
 
-A process has one registry, whose metrics are changed where the thing happens. Its numbers travel every few seconds
+A process has one registry, whose metrics are changed where the thing happens. Its numbers travel once a second
 (`protocol/reports.py`). Labels have few values: base models, kinds, reasons; what is labelled with a model disappears
 with it. Counters begin at zero with their process, which Prometheus's `rate` allows for.
 """

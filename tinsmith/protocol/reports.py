@@ -1,4 +1,4 @@
-"""A thread that reports to the parent, every few seconds, what its process counts.
+"""A thread that reports to the parent, once a second, what its process counts.
 
 What trains and samples never waits for it: it has a socket of its own, and a report that the parent has no room for is
 dropped. It computes for at most a hundredth of the time, so where a report is much work, fewer are made. If it fails,
