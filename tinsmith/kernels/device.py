@@ -84,6 +84,26 @@ def _copy_staged(parameter: Tensor, device: torch.device, stages: SimpleQueue[Te
     parameter.data = copied
 
 
+def to_host(memory: Tensor) -> Tensor:
+    """Bytes [n] of a device in the host's memory; those that lie there already are not copied.
+
+    The thread waits for what the GPU was given before, and the GPU for nothing: the bytes travel on a stream of their
+    own, through pinned memory.
+    """
+    if memory.device.type == "cpu":
+        return memory
+    host = torch.empty_like(memory, device="cpu")
+    stage = torch.empty(min(STAGE_BYTES, len(memory)), dtype=memory.dtype, pin_memory=True)
+    stream = torch.cuda.Stream(memory.device, priority=-1)  # nothing is captured on one of this priority
+    stream.wait_stream(torch.cuda.current_stream(memory.device))
+    with torch.cuda.stream(stream):
+        for read, written in zip(memory.split(STAGE_BYTES), host.split(STAGE_BYTES), strict=True):
+            part = stage[: len(read)].copy_(read, non_blocking=True)
+            stream.synchronize()
+            written.copy_(part)
+    return host
+
+
 def reserve_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of this size for a cache. On a CPU each page is taken when it is first written."""
     count = math.prod(size)

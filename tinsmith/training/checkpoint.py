@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.kernels.device import to_host
 from tinsmith.models.base import BaseModel
 from tinsmith.models.fingerprint import check_fingerprint
 from tinsmith.models.full import FullWeights, Weights
@@ -103,7 +104,7 @@ def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = Fal
         place = tensor.untyped_storage().data_ptr()
         if place not in memories:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            memories[place] = whole, whole.to(device, copy=anew)
+            memories[place] = whole, to_host(whole) if device == _HOST and not anew else whole.to(device, copy=anew)
         there = memories[place][1].untyped_storage()
         return torch.empty(0, dtype=tensor.dtype, device=device).set_(
             there, tensor.storage_offset(), tensor.shape, tensor.stride()

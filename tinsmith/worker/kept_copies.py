@@ -72,6 +72,7 @@ class KeptCopies:
             then(False, 0.0)
             return
         blocked_s = time.monotonic() - started
+        log.debug("model %s is copied; the device waited for %.3f s", model_id, blocked_s)
         self.threads.run(
             partial(write_copy, state, model_id, directory, before, durable=bool(self.place.host)),
             partial(self._written, model_id, blocked_s, then),
