@@ -188,7 +188,7 @@ class WorkerProcess:
         self.engine.listen_to(self.link)
         if self.answers is not None:
             self.answering = Answering(self.link.take_questions(), self.answers)
-        start = Start(self.link.address, self.link.keys, self.place, self.config)
+        start = Start(self.link.address, self.link.keys, self.place, self.config, again=bool(self.models))
         self.process = self.launcher.launch(self.surroundings, start)
         self.state, self.fault, self.follows, self._was_ready = "starting", "", False, False
         self._looked_at, self.liveness = time.monotonic(), Liveness(self.config.server)

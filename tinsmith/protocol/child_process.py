@@ -39,6 +39,8 @@ class Start:
     """Keys, if that link goes over TCP."""
     place: Place
     config: Config
+    again: bool
+    """Whether another was ready before it, and has checked the same base models."""
 
     def to_bytes(self) -> bytes:
         return orjson.dumps(asdict(self) | {"config": to_tree(self.config)})
@@ -51,7 +53,7 @@ class Start:
             return None
         start = orjson.loads(told)
         keys = None if start["keys"] is None else ChildKeys(**start["keys"])
-        return cls(start["address"], keys, Place(**start["place"]), from_tree(start["config"]))
+        return cls(start["address"], keys, Place(**start["place"]), from_tree(start["config"]), start["again"])
 
 
 def next_delay_s(last_s: float, was_ready: bool) -> float:

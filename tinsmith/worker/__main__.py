@@ -60,7 +60,7 @@ def main() -> int:
     start_logging(name, config.log_level, config.log_format)  # for the libraries too, which are there now
     try:
         lock_devices(config)  # nobody closes them: the process holds them to its end
-        bases = load_bases(config, steps.begin, measures=place.rank == 0)
+        bases = load_bases(config, steps.begin, measures=place.rank == 0, again=start.again)
         steps.begin()
         compared = load_compared(config, bases)
         questions = Questions(address, keys)
