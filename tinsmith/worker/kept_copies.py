@@ -180,7 +180,7 @@ def _write_files(state: SavedState, model_id: str, directory: Path, writing: Pat
         created_at=time.time(),
         expires_at=None,
     )
-    write_manifest(writing, row, durable=durable)
+    write_manifest(writing, row, durable=durable, most_threads=1)  # nobody waits for it, and training needs the cores
     if durable:
         sync(writing)
 
