@@ -18,6 +18,7 @@ from tinsmith.engine.launching import Launcher
 from tinsmith.engine.records import GroupAnswers, Records
 from tinsmith.engine.shares import SharedWork
 from tinsmith.engine.worker_process import WORKER, WorkerProcess, hanging
+from tinsmith.observing.spans import Span
 from tinsmith.protocol.child_process import LAST_WORDS_S
 from tinsmith.protocol.devices import threads_of, visible_gpus
 from tinsmith.protocol.facts import ModelFacts
@@ -104,6 +105,14 @@ class WorkerGroup:
             for name, labels, value in each.numbers
         ]
         return Status(models=[], workers=described, numbers=counted)
+
+    def take_spans(self) -> list[Span]:
+        """Return what the workers have told since the last call that they did."""
+        return [
+            (name, track, began, seconds, facts | {"worker": rank})
+            for rank, worker in enumerate(self.workers)
+            for name, track, began, seconds, facts in (worker.spans.popleft() for _ in range(len(worker.spans)))
+        ]
 
     @property
     def _runs(self) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
@@ -12,6 +13,7 @@ import psutil
 from tinsmith.config import Config, ServerConfig
 from tinsmith.engine.launching import Launcher, Surroundings, WorkerProgram
 from tinsmith.observing.metrics import Number
+from tinsmith.observing.spans import MOST, Span
 from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, Start, exit_text, next_delay_s
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
@@ -150,6 +152,8 @@ class WorkerProcess:
         self.models: dict[str, ModelFacts] = {}
         self.numbers: list[Number] = []
         """What it counted at its last report; nothing of one that has ended."""
+        self.spans: deque[Span] = deque(maxlen=MOST)
+        """What workers have done, until somebody takes it."""
         self.liveness = Liveness(config.server)
         self.fault = ""
         """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
@@ -207,6 +211,7 @@ class WorkerProcess:
                 self.liveness.beat(beat)
             elif isinstance(beat, WorkerStatus):
                 self.numbers = beat.numbers
+                self.spans.extend(beat.spans)
         messages: list[Message] = []
         for message in self.link.receive():
             match message:
