@@ -75,7 +75,8 @@ class _OneLine(logging.Formatter):
 class _JsonLine(_OneLine):
     """One JSON object of limited length: time, level, process, logger, message, and the ids that the line is about.
 
-    Of `request`, `model` and `session`, a call names the narrowest (`extra={"request": ...}`), and the others follow.
+    Of `request`, `model` and `session`, a call names the narrowest (`extra={"request": ...}`), and the others follow;
+    `tenant` it names where it is known.
     """
 
     def __init__(self, process: str) -> None:
@@ -98,7 +99,8 @@ class _JsonLine(_OneLine):
 def _ids(record: logging.LogRecord) -> dict[str, str]:
     """Return the ids of a record: SESSION:train:N/SEQ is of model SESSION:train:N, of that session."""
     named: dict[str, object] = vars(record)
-    ids: dict[str, str] = {name: str(named[name]) for name in ("request", "model", "session") if name in named}
+    known = ("request", "model", "session", "tenant")
+    ids: dict[str, str] = {name: str(named[name]) for name in known if name in named}
     owner = ids.get("request", "").rpartition("/")[0] or ids.get("model", "")
     if ":train:" in owner:
         ids["model"] = owner

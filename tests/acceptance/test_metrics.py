@@ -188,4 +188,5 @@ def test_the_log_is_json_if_wanted_with_the_ids_of_each_operation(text_only: lis
     assert {line["process"] for line in lines} == {"server", "engine", "worker"}
     created = [line for line in lines if line.get("request") == f"{model_id}/0"]
     session_id = model_id.partition(":")[0]
-    assert [(line["process"], line["model"], line["session"]) for line in created] == [("engine", model_id, session_id)]
+    ids = [(line["process"], line["model"], line["session"], line["tenant"]) for line in created]
+    assert ids == [("engine", model_id, session_id, "local")]

@@ -17,6 +17,7 @@ from tinsmith.engine.records import Records
 from tinsmith.engine.scheduler import OperationScheduler
 from tinsmith.errors import DeviceLostError
 from tinsmith.models.base import BaseModel
+from tinsmith.observing.spans import Span
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Done, Status
@@ -107,6 +108,10 @@ class WorkerHere:
         self.last_messages: list[Message] = []
         self.is_ready = True
         return WorkerReady([facts.to_dict() for facts in self.worker.facts()], "cpu")
+
+    def take_spans(self) -> list[Span]:
+        """Nothing: what the worker notes is noted in the engine's process."""
+        return []
 
     def die(self, reason: str) -> None:
         """End at once, as a process does that is killed. What it has said before still arrives."""

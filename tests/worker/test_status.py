@@ -44,11 +44,11 @@ def test_sampled_tokens_of_a_model_are_counted_until_it_is_unloaded(text_base: B
     assert (sampled_tokens(), board.samples.results.sampled_models) == (None, set())
 
 
-def test_queued_operations_are_counted_by_kind_and_the_oldest_tells_their_age(
+def test_queued_operations_are_counted_by_kind_and_tenant_and_the_oldest_tells_their_age(
     text_base: BaseModel, tmp_path: Path
 ) -> None:
     def queued(kind: str) -> tuple[float | None, bool]:
-        labels = {"kind": kind}
+        labels = {"kind": kind, "tenant": "local"}
         age = ENGINE.get_sample_value("tinsmith_queued_operation_age_seconds", labels)
         return ENGINE.get_sample_value("tinsmith_queued_operations", labels), age is not None and age > 0
 

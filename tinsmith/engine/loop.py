@@ -54,7 +54,7 @@ from tinsmith.protocol.serving import (
 from tinsmith.protocol.work import WorkerReady
 from tinsmith.store.database import BUSY_S
 from tinsmith.store.files import KEPT_DIR, CheckpointFiles
-from tinsmith.store.records import Command, CommandKind, Outcome
+from tinsmith.store.records import LOCAL, Command, CommandKind, Outcome
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -103,15 +103,18 @@ class StatusBoard:
         self.due_at = time.monotonic() + pause_s(time.thread_time() - began)
 
     def _count(self, commands: Iterable[Command]) -> None:
-        """Count operations by kind, and find the oldest of each."""
+        """Count operations by kind and tenant, and find the oldest of each."""
         now = time.time()
-        queued, since = Counter[str](), dict[str, float]()
+        queued, since = Counter[tuple[str, str]](), dict[tuple[str, str], float]()
         for command in commands:
-            queued[command.kind] += 1
-            since[command.kind] = min(command.created_at, since.get(command.kind, now))
-        for kind in KINDS:
-            QUEUED.labels(kind).set(queued[kind])
-            QUEUE_AGE.labels(kind).set(now - since.get(kind, now))
+            key = command.kind, self.scheduler.tenant_of(command.model_id)
+            queued[key] += 1
+            since[key] = min(command.created_at, since.get(key, now))
+        QUEUED.clear()
+        QUEUE_AGE.clear()
+        for kind, tenant in {*queued, *((kind, LOCAL) for kind in KINDS)}:
+            QUEUED.labels(kind, tenant).set(queued[kind, tenant])
+            QUEUE_AGE.labels(kind, tenant).set(now - since.get((kind, tenant), now))
 
 
 # The end of the training half when the server stops: what the workers compute is finished, then all models are saved.

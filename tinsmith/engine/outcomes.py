@@ -16,7 +16,7 @@ from tinsmith.observing.metrics import OPERATION_SECONDS, OPERATIONS, TRAINED_TO
 from tinsmith.observing.spans import OPERATIONS as OF_OPERATIONS
 from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.boundary import failing_into
-from tinsmith.store.records import Command, Outcome
+from tinsmith.store.records import LOCAL, Command, Outcome
 from tinsmith.store.store import Store
 from tinsmith.wire.forward_backward import encode_output
 
@@ -29,6 +29,8 @@ class Outcomes:
 
     models: ModelStates
     record: Callable[[list[Outcome]], None]
+    tenant_of: Callable[[str], str] = lambda _: LOCAL
+    """Tells the tenant of a model."""
     gpu_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of devices by model, until the next outcome of the model takes them along."""
     suspects: Counter[str] = field(default_factory=Counter)
@@ -49,7 +51,8 @@ class Outcomes:
                     state.trained_tokens += operation.tokens
                     if state.loaded is not None:
                         state.loaded.added_seq = operation.command.seq_id
-            _tell_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
+            detail = f"loss={operation.loss:.6g}"
+            self._tell_finished(operation.command, operation.started_at, operation.tokens, detail)
 
     def ended(self, command: Command, running: Running, ended: Ended) -> None:
         """Record the result of an operation that is no forward work."""
@@ -57,7 +60,7 @@ class Outcomes:
         result, seconds = orjson.dumps(ended.result), self._unpaid(command.model_id)
         self.record([Outcome(command.request_id, result, "json", None, None, ended.resolved, gpu_seconds=seconds)])
         metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
-        _tell_finished(command, running.started_at, tokens=0, detail=metrics)
+        self._tell_finished(command, running.started_at, tokens=0, detail=metrics)
 
     def fail(self, command: Command, error: TinsmithError, touches_step: bool = True) -> None:
         """Record a failure.
@@ -74,14 +77,14 @@ class Outcomes:
         seconds = self._unpaid(command.model_id)
         self.record([Outcome(command.request_id, None, None, str(error), error.category, gpu_seconds=seconds)])
         OPERATIONS.labels(command.kind, error.category).inc()
-        _note(command, 0.0, max(0.0, time.time() - command.created_at), outcome=error.category, error=str(error))
+        self._note(command, 0.0, max(0.0, time.time() - command.created_at), outcome=error.category, error=str(error))
         log.warning(
             "failed model=%s seq_id=%d kind=%s: %s",
             command.model_id,
             command.seq_id,
             command.kind,
             error,
-            extra={"request": command.request_id},
+            extra=self._ids(command),
         )
 
     def _unpaid(self, model_id: str) -> float:
@@ -93,44 +96,46 @@ class Outcomes:
             del self.suspects[request_id]
         self.gpu_seconds.pop(model_id, None)
 
+    def _tell_finished(self, command: Command, started_at: float, tokens: int, detail: str) -> None:
+        """Log and count what an operation came to: it began at monotonic `started_at`, after it had waited.
+
+        The wait is counted by the clock, which two processes share and somebody may have set.
+        """
+        seconds = time.monotonic() - started_at
+        queued_s = max(0.0, time.time() - seconds - command.created_at)
+        OPERATIONS.labels(command.kind, "ok").inc()
+        self._note(command, queued_s, seconds, outcome="ok", tokens=tokens)
+        OPERATION_SECONDS.labels(command.kind, "queued").observe(queued_s)
+        OPERATION_SECONDS.labels(command.kind, "run").observe(seconds)
+        log.info(
+            "model=%s seq_id=%d kind=%s tokens=%d %s seconds=%.3f queued=%.3f",
+            *(
+                command.model_id,
+                command.seq_id,
+                command.kind,
+                tokens,
+                detail,
+                seconds,
+                queued_s,
+            ),
+            extra=self._ids(command),
+        )
+
+    def _note(self, command: Command, queued_s: float, seconds: float, **facts: object) -> None:
+        """Note the span of an operation from its arrival on: it was queued, then it ran."""
+        facts |= self._ids(command) | {"model": command.model_id, "seq_id": command.seq_id, "queued_s": queued_s}
+        SPANS.note(command.kind, OF_OPERATIONS, time.time() - queued_s - seconds, queued_s + seconds, **facts)
+
+    def _ids(self, command: Command) -> dict[str, str]:
+        """Ids for log lines about an operation."""
+        return {"request": command.request_id, "tenant": self.tenant_of(command.model_id)}
+
 
 def _outcome(operation: ForwardOperation) -> Outcome:
     outputs = [{"logprobs": result.logprobs} for result in operation.in_order]
     result = encode_output(outputs, operation.metrics)
     command, tokens = operation.command, operation.tokens
     return Outcome(command.request_id, result, "protobuf", None, None, tokens=tokens, replays=operation.backward)
-
-
-def _tell_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
-    """Log and count an operation's tokens, outcome, duration since monotonic `started_at`, and how long it had waited.
-
-    The wait is counted by the clock, which two processes share and somebody may have set.
-    """
-    seconds = time.monotonic() - started_at
-    queued_s = max(0.0, time.time() - seconds - command.created_at)
-    OPERATIONS.labels(command.kind, "ok").inc()
-    _note(command, queued_s, seconds, outcome="ok", tokens=tokens)
-    OPERATION_SECONDS.labels(command.kind, "queued").observe(queued_s)
-    OPERATION_SECONDS.labels(command.kind, "run").observe(seconds)
-    log.info(
-        "model=%s seq_id=%d kind=%s tokens=%d %s seconds=%.3f queued=%.3f",
-        *(
-            command.model_id,
-            command.seq_id,
-            command.kind,
-            tokens,
-            detail,
-            seconds,
-            queued_s,
-        ),
-        extra={"request": command.request_id},
-    )
-
-
-def _note(command: Command, queued_s: float, seconds: float, **facts: object) -> None:
-    """Note the span of an operation from its arrival on: it was queued, then it ran."""
-    facts |= {"request": command.request_id, "model": command.model_id, "seq_id": command.seq_id, "queued_s": queued_s}
-    SPANS.note(command.kind, OF_OPERATIONS, time.time() - queued_s - seconds, queued_s + seconds, **facts)
 
 
 # Records the outcomes of operations in the log, then tells the server.

@@ -51,7 +51,7 @@ class OperationScheduler:
         self.held_s = config.training.held_operation_s
         self.models = operations.models
         self.sessions = ActiveSessions(lambda: self.models.loaded)
-        self.outcomes = Outcomes(self.models, record)
+        self.outcomes = Outcomes(self.models, record, self.tenant_of)
         self.waits = DatabaseWaits(self.models)
         # Every pass gathers the layers: in small ones that would take most of the time
         cuts_passes = not config.shards_weights
@@ -59,7 +59,7 @@ class OperationScheduler:
             config.training.tokens_per_pass * workers, workers, lambda: self.sessions.are_several() and cuts_passes
         )
         self._tenants: LRUCache[str, str] = LRUCache(_KNOWN_SESSIONS)
-        order = PassOrder(paces, config.images.max_image_pixels, tenant_of=self._tenant_of)
+        order = PassOrder(paces, config.images.max_image_pixels, tenant_of=self.tenant_of)
         waits = self.waits
         self.forward = ForwardWork(
             *(order, operations.next_number, send, self.outcomes.fail, waits.put_back, waits.put_off),
@@ -73,7 +73,7 @@ class OperationScheduler:
             self.models, self.forward, self.outcomes, replay, self.unloading.forget, send
         )
 
-    def _tenant_of(self, model_id: str) -> str:
+    def tenant_of(self, model_id: str) -> str:
         """Return the tenant of a model; looked up once for its session, and `local` while the database is locked."""
         session_id = ids.session_of(model_id)
         if session_id not in self._tenants:

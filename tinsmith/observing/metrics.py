@@ -56,11 +56,14 @@ OPERATION_SECONDS = Histogram(
 QUEUED = Gauge(
     "tinsmith_queued_operations",
     "Training operations that the engine knows and that have not ended.",
-    ["kind"],
+    ["kind", "tenant"],
     registry=ENGINE,
 )
 QUEUE_AGE = Gauge(
-    "tinsmith_queued_operation_age_seconds", "Age of the oldest of these operations.", ["kind"], registry=ENGINE
+    "tinsmith_queued_operation_age_seconds",
+    "Age of the oldest of these operations.",
+    ["kind", "tenant"],
+    registry=ENGINE,
 )
 TRAINED_TOKENS = Counter("tinsmith_trained_tokens", "Tokens trained on.", ["base_model"], registry=ENGINE)
 PASSES = Counter("tinsmith_passes", "Passes given to the workers.", ["base_model", "direction"], registry=ENGINE)
