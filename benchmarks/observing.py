@@ -17,6 +17,7 @@ from benchmarks.servers import random_datums, tinsmith_server, training_client
 from benchmarks.sft_step import UNIFORM, VOCABULARY, sdk_step
 from benchmarks.timing import in_turn, report
 from tinsmith.observing.metrics import MODEL_SAMPLED_TOKENS, WORKER, numbers
+from tinsmith.observing.spans import PASSES, Span
 from tinsmith.protocol.work import WorkerStatus
 
 PAUSE_S = 0.1
@@ -57,9 +58,10 @@ def main() -> None:
     report("step_while_metrics_are_read", observed_s / alone_s, "at most 1.03", alone_s=alone_s, observed_s=observed_s)
     for number in range(MODELS):
         MODEL_SAMPLED_TOKENS.labels(f"0c9c5a3e-5f2b-4b9e-8b0e-3f6b1f0f8f53:train:{number}").inc()
+    spans: list[Span] = [("backward", PASSES, time.time(), 0.01, {"requests": ["x" * 40] * 4})] * 200
     began = time.perf_counter()
     for _ in range(100):
-        WorkerStatus(numbers(WORKER)).to_frames()
+        WorkerStatus(numbers(WORKER), spans).to_frames()
     report("report_ms", (time.perf_counter() - began) * 10, "at most 10, once a second")
 
 

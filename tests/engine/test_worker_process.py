@@ -174,6 +174,7 @@ def test_one_that_stands_by_is_the_next_worker(watch: Callable[..., Watched]) ->
     assert standing_by() == [other]
     launcher.stand_by([worker.process.surroundings])
     _, ended = standing_by()
+    assert other is not None
     assert ended is not None
     for pid in (first, ended):
         os.kill(pid, signal.SIGKILL)
