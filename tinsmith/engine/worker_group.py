@@ -4,7 +4,6 @@ A worker that ends takes the others with it: they may wait for it in a sum that 
 gradients. All are started again.
 """
 
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.place import Place, meeting_at
 from tinsmith.protocol.serving import Starting, Status
 from tinsmith.protocol.work import DropFiles, WorkerReady
-from tinsmith.store.files import SNAPSHOTS_DIR
 
 LOOK_FOR_HOSTS_S = 1.0
 """Seconds between two looks whether there are hosts for workers that have none."""
@@ -47,8 +45,6 @@ class WorkerGroup:
 
         `engine` is woken up by what the workers say. Without a `launcher` they are children of this process.
         """
-        # Of models that ended with the engine before
-        shutil.rmtree(Path(config.data_dir) / SNAPSHOTS_DIR, ignore_errors=True)
         self.config = config
         self.launcher = launcher or Launcher()
         configs = [_config_of(config, rank, count, self.launcher.gpus_by_number) for rank in range(count)]
