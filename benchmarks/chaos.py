@@ -143,8 +143,8 @@ def pid_of(server: Server, victim: str) -> int:
     while time.monotonic() < deadline:
         for child in psutil.Process(server.pid).children(recursive=True):
             with suppress(psutil.Error):  # it has ended meanwhile
-                if MODULES[victim] in child.cmdline():
-                    return child.pid
+                if MODULES[victim] in child.cmdline() and (victim != "worker" or child.name() == victim):
+                    return child.pid  # and no worker that stands by
         time.sleep(0.01)
     raise AssertionError(f"there is no {victim}")
 

@@ -95,6 +95,20 @@ ENGINE_DEATH = "tests/engine/test_engine_death.py"
 MUTATIONS = (
     # ---- What is trained on
     Mutation(
+        "a neighbour in memory takes the place of a tensor in its checkpoint",
+        "tinsmith/training/tensor_files.py",
+        "places = deque((layout.starts[name], whole[name].nbytes) for name in names)",
+        "places = deque((layout.starts[name], whole[name].nbytes) for name in sorted(names))",
+        ("tests/training/test_tensor_files.py",),
+    ),
+    Mutation(
+        "a base model whose files have changed is not checked again",
+        "tinsmith/worker/bases.py",
+        "    if again and not why:",
+        "    if again:",
+        ("tests/worker/test_bases.py",),
+    ),
+    Mutation(
         "targets are shifted by one",
         "tinsmith/training/step.py",
         "targets = upload(target_tokens, base.device)",

@@ -286,6 +286,22 @@ def status(url: _Server = "http://127.0.0.1:8000", api_key: _Key = "") -> None:
 
 
 @app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(parser=_path, metavar="FILE", help="File to write, as JSON.")],
+    url: _Server = "http://127.0.0.1:8000",
+    minutes: Annotated[float, typer.Option(min=0.01, help="So many of the last minutes; a server keeps ten.")] = 10,
+    api_key: _Key = "",
+) -> None:
+    """Write what a running server did in the last minutes, for ui.perfetto.dev.
+
+    It shows what each worker did or waited for, each pass, and each operation and sample.
+    """
+    from tinsmith.commands.trace import write_trace
+
+    typer.echo(write_trace(url, api_key, minutes, file))
+
+
+@app.command()
 def ping(
     url: _Server = "http://127.0.0.1:8000",
     base_model: Annotated[str, typer.Option(help="Name of a base model that it is to serve.")] = "",

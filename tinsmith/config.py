@@ -50,6 +50,11 @@ class ServerConfig:
     metrics_address: str = setting(
         "", "HOST:PORT that answers /metrics to everybody; empty answers it on the server's port, to this machine only"
     )
+    otlp_endpoint: str = setting(
+        "",
+        "URL of a collector of OpenTelemetry, such as http://127.0.0.1:4318, that gets spans of all operations and "
+        "samples; it needs pip install 'tinsmith[otel]'",
+    )
     long_poll_s: float = setting(
         30.0, "How long retrieve_future waits for a result; after HTTP 408 the client asks again", "seconds", 0.1, 40
     )
@@ -122,6 +127,11 @@ class ServerConfig:
         2,
     )
     engine_hung_s: float = setting(120.0, "Restart the engine after this long without a heartbeat", "seconds", 2)
+    stand_by: bool = setting(
+        True,
+        "Let a process with libraries imported stand by for each worker, so that the next is ready sooner when one "
+        "ends; it takes about 400 MiB of memory",
+    )
     worker_hung_s: float = setting(120.0, "Restart a worker after this long without a heartbeat", "seconds", 2)
     worker_still_s: float = setting(
         50.0,

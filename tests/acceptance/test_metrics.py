@@ -4,8 +4,10 @@ Invariant: `/metrics` and `tinsmith status` tell the same numbers, and models th
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +18,7 @@ from tinker import types
 
 from tests.acceptance.conftest import connect, ready
 from tests.acceptance.talking import RAW_STEP, datum, text_input, train
-from tests.running import Server
+from tests.running import START_S, Server, tinsmith_here
 from tinsmith.observing.metrics import Number
 
 
@@ -112,6 +114,38 @@ def test_everything_a_client_does_is_counted_where_it_happens(fresh: Server) -> 
     assert (total(after, "tinsmith_engine_ready"), total(after, "tinsmith_worker_ready", device="cpu")) == (1, 1)
     assert [name for name, _, _ in after if name.startswith("tinsmith_gpu_")] == []
     assert client.model_id not in models(until(fresh.url, lambda found: client.model_id not in models(found)))
+
+
+def test_a_trace_shows_operations_samples_and_what_the_worker_did(
+    server: Server, service: tinker.ServiceClient, tmp_path: Path
+) -> None:
+    """Of the last minutes, in a file for Perfetto."""
+    client = service.create_lora_training_client("text", rank=4).result()
+    client.forward_backward([datum(text_input(1, 8))], "cross_entropy").result()
+    request_id = f"{client.model_id}/"
+    sampler = client.save_weights_and_get_sampling_client().result()
+    sampler.sample(text_input(2, 4), 1, types.SamplingParams(max_tokens=2)).result()
+    file = tmp_path / "trace.json"
+
+    def shown() -> list[dict[str, Any]]:
+        assert tinsmith_here("trace", str(file), server.url, "--minutes", "5").returncode == 0
+        events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+        return events
+
+    deadline = time.monotonic() + START_S
+    while not (
+        any(each["name"] == "sample" for each in shown())
+        and any(
+            request.startswith(request_id)
+            for each in shown()
+            if each.get("cat") == "passes"
+            for request in each["args"]["requests"]
+        )
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    names = {(each.get("cat"), each["name"]) for each in shown()}
+    assert {("operations", "forward_backward"), ("device", "backward"), ("device", "sampling")} <= names
 
 
 def test_status_and_metrics_tell_the_same(server: Server, service: tinker.ServiceClient) -> None:

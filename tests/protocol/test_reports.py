@@ -20,7 +20,7 @@ from tinsmith.protocol.work import WorkerStatus
 LONG_S = 120.0
 """How long anything here may take on a busy machine."""
 
-STATUS = WorkerStatus([["tinsmith_publishes_total", {"base_model": "x" * 10_000}, 1.0]])  # type: ignore[list-item]
+STATUS = WorkerStatus([["tinsmith_publishes_total", {"base_model": "x" * 10_000}, 1.0]], [])  # type: ignore[list-item]
 
 
 def until(seen: Callable[[], bool]) -> None:

@@ -19,6 +19,11 @@ TIMEOUT_S = 10.0
 
 def fetch_status(url: str, key: str = "") -> dict[str, Any]:
     """The answer of the status route to a client with this key. Raises ConfigError if no Tinsmith server gives one."""
+    return {printable(name): _escaped(value) for name, value in fetch(url, "status", key, "engine").items()}
+
+
+def fetch(url: str, path: str, key: str, has: str) -> dict[str, Any]:
+    """The answer of a route to a client with this key, an object that `has` a member. Raises as `fetch_status`."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url={without_user(url)!r} must begin with http:// or https://")
     shown = without_user(url)
@@ -26,18 +31,20 @@ def fetch_status(url: str, key: str = "") -> dict[str, Any]:
     def why_none(error: Exception) -> str:
         if not isinstance(error, HTTPError):
             return f"no Tinsmith server answers at {shown}: {why_unanswered(error)}"
+        if error.code == 403:
+            return f"{shown} needs the API key of an admin for this: set TINKER_API_KEY, or give --api-key"
         if error.code == 401:
             return f"{shown} needs an API key that it knows: set TINKER_API_KEY, or give --api-key"
         hint = " Leave out /api/v1" if url.rstrip("/").endswith("/api/v1") else ""
         return f"{shown} answers {error.code}: is it a Tinsmith server?{hint}"
 
     no_answer = (OSError, ValueError, HTTPException)  # of nobody, or none that is HTTP or JSON
-    place, headers = f"{url.rstrip('/')}/api/v1/status", {"X-API-Key": key} if key else None
+    place, headers = f"{url.rstrip('/')}/api/v1/{path}", {"X-API-Key": key} if key else None
     with translated(no_answer, ConfigError, why_none), open_url(place, TIMEOUT_S, headers) as reply:
         content = json.load(reply)
-    if not isinstance(content, dict) or "engine" not in content:
-        raise ConfigError(f"no Tinsmith server answers at {shown}: the answer has no key 'engine'")
-    return {printable(name): _escaped(value) for name, value in content.items()}
+    if not isinstance(content, dict) or has not in content:
+        raise ConfigError(f"no Tinsmith server answers at {shown}: the answer has no key {has!r}")
+    return content
 
 
 def _escaped(content: Any) -> Any:

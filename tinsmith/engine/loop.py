@@ -26,6 +26,7 @@ from tinsmith.engine.unloading import CANCELLED
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, StoreUnavailableError, reported
 from tinsmith.observing.metrics import ENGINE, QUEUE_AGE, QUEUED, WORKER_RESTARTS, numbers
+from tinsmith.observing.spans import MOST, SPANS
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
@@ -94,7 +95,10 @@ class StatusBoard:
             for model_id, model in scheduler.models.loaded.items()
         ]
         of_workers = self.workers.status
-        self.latest = replace(of_workers, models=models, numbers=[*numbers(ENGINE), *of_workers.numbers])
+        untaken = self.take()
+        spans = [*(untaken.spans if untaken is not None else ()), *SPANS.take(), *self.workers.take_spans()]
+        numbers_now = [*numbers(ENGINE), *of_workers.numbers]
+        self.latest = replace(of_workers, models=models, numbers=numbers_now, spans=spans[-MOST:])
         self.due_at = time.monotonic() + pause_s(time.thread_time() - began)
 
     def _count(self, commands: Iterable[Command]) -> None:

@@ -14,6 +14,8 @@ from tinsmith.engine.model_state import Ended, ModelStates, Running
 from tinsmith.engine.passes import ForwardOperation
 from tinsmith.errors import EngineUnavailableError, GivenUpError, StoreUnavailableError, TinsmithError
 from tinsmith.observing.metrics import OPERATION_SECONDS, OPERATIONS, TRAINED_TOKENS
+from tinsmith.observing.spans import OPERATIONS as OF_OPERATIONS
+from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.store.records import Command, HistoryChange, Outcome
 from tinsmith.store.store import Store
@@ -90,6 +92,7 @@ class Outcomes:
             [Outcome(command.request_id, None, None, reason, error.category, gpu_seconds=seconds, history=history)]
         )
         OPERATIONS.labels(command.kind, error.category).inc()
+        _note(command, 0.0, max(0.0, time.time() - command.created_at), outcome=error.category, error=str(error))
         log.warning(
             "failed model=%s seq_id=%d kind=%s: %s",
             command.model_id,
@@ -128,6 +131,7 @@ def _tell_finished(command: Command, started_at: float, tokens: int, detail: str
     seconds = time.monotonic() - started_at
     queued_s = max(0.0, time.time() - seconds - command.created_at)
     OPERATIONS.labels(command.kind, "ok").inc()
+    _note(command, queued_s, seconds, outcome="ok", tokens=tokens)
     OPERATION_SECONDS.labels(command.kind, "queued").observe(queued_s)
     OPERATION_SECONDS.labels(command.kind, "run").observe(seconds)
     log.info(
@@ -143,6 +147,12 @@ def _tell_finished(command: Command, started_at: float, tokens: int, detail: str
         ),
         extra={"request": command.request_id},
     )
+
+
+def _note(command: Command, queued_s: float, seconds: float, **facts: object) -> None:
+    """Note the span of an operation from its arrival on: it was queued, then it ran."""
+    facts |= {"request": command.request_id, "model": command.model_id, "seq_id": command.seq_id, "queued_s": queued_s}
+    SPANS.note(command.kind, OF_OPERATIONS, time.time() - queued_s - seconds, queued_s + seconds, **facts)
 
 
 # Records the outcomes of operations in the log, then tells the server.

@@ -4,6 +4,7 @@ A worker that ends takes the others with it: they may wait for it in a sum that 
 gradients. All are started again.
 """
 
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from tinsmith.engine.launching import Launcher
 from tinsmith.engine.records import GroupAnswers, Records
 from tinsmith.engine.shares import SharedWork
 from tinsmith.engine.worker_process import WORKER, WorkerProcess, hanging
+from tinsmith.observing.spans import Span
 from tinsmith.protocol.child_process import LAST_WORDS_S
 from tinsmith.protocol.devices import threads_of, visible_gpus
 from tinsmith.protocol.facts import ModelFacts
@@ -25,6 +27,9 @@ from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.place import Place, meeting_at
 from tinsmith.protocol.serving import Starting, Status
 from tinsmith.protocol.work import DropFiles, WorkerReady
+
+STAND_BY_S = 5.0
+"""Seconds after workers became ready until others stand by: importing libraries takes time from the first steps."""
 
 LOOK_FOR_HOSTS_S = 1.0
 """Seconds between two looks whether there are hosts for workers that have none."""
@@ -64,6 +69,8 @@ class WorkerGroup:
         self._left: list[str] = []
         """Directories of saves that ended with the workers before."""
         self._told = False
+        self._stand_by_at = math.inf
+        """Monotonic time at which programs are to stand by for the next group."""
 
     @property
     def is_ready(self) -> bool:
@@ -94,6 +101,14 @@ class WorkerGroup:
             for name, labels, value in each.numbers
         ]
         return Status(models=[], workers=described, numbers=counted)
+
+    def take_spans(self) -> list[Span]:
+        """Return what the workers have told since the last call that they did."""
+        return [
+            (name, track, began, seconds, facts | {"worker": rank})
+            for rank, worker in enumerate(self.workers)
+            for name, track, began, seconds, facts in (worker.spans.popleft() for _ in range(len(worker.spans)))
+        ]
 
     @property
     def _runs(self) -> bool:
@@ -127,6 +142,9 @@ class WorkerGroup:
         """Kill a worker that hangs, and all if each waits for the others in an exchange, as then nothing can come."""
         for worker in self.workers:
             worker.watch()
+        if time.monotonic() >= self._stand_by_at:
+            self._stand_by_at = math.inf
+            self.launcher.stand_by([worker.surroundings for worker in self.workers])
         found = hanging([worker.liveness for worker in self.workers])
         for worker, liveness in [(worker, worker.liveness) for worker in self.workers if worker.liveness in found]:
             why = "all wait for each other in an exchange, and nothing comes: " if liveness.last.waits else ""
@@ -137,6 +155,7 @@ class WorkerGroup:
         reasons = self._ends()
         if not reasons:
             return None
+        self._stand_by_at = math.inf
         deadline = time.monotonic() + LAST_WORDS_S
         # The one whose end they noticed ends just now
         while all(worker.follows for worker, _ in reasons) and time.monotonic() < deadline:
@@ -199,6 +218,8 @@ class WorkerGroup:
         if self._told or not self.is_ready:
             return []
         self._told = True
+        if self.config.server.stand_by:
+            self._stand_by_at = time.monotonic() + STAND_BY_S
         if self._left:
             self.workers[0].send(DropFiles(self._left))
             self._left = []

@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tinsmith.observing.spans import DEVICE, SPANS, Activities
+
 SERVER, ENGINE, WORKER = (CollectorRegistry() for _ in range(3))
 """Metrics that each kind of process counts."""
 
@@ -127,6 +129,7 @@ class WorkerTime(Collector):
         self.activity = "starting"
         self._since = time.monotonic()
         self._seconds: dict[str, float] = {}
+        self._spans = Activities(SPANS, DEVICE)
         self._lock = threading.Lock()
 
     @contextmanager
@@ -142,9 +145,20 @@ class WorkerTime(Collector):
     def begin(self, activity: str) -> None:
         """Go over to another activity, which lasts until the next."""
         with self._lock:
-            now = time.monotonic()
-            self._seconds[self.activity] = self._seconds.get(self.activity, 0.0) + now - self._since
-            self.activity, self._since = activity, now
+            self._go_over(activity)
+
+    def _go_over(self, activity: str) -> None:
+        now = time.monotonic()
+        passed_s, until = now - self._since, time.time()
+        self._seconds[self.activity] = self._seconds.get(self.activity, 0.0) + passed_s
+        self._spans.ended(self.activity, until - passed_s, until)
+        self.activity, self._since = activity, now
+
+    def flush(self) -> None:
+        """Let the spans go as far as now, those of the activity that lasts included."""
+        with self._lock:
+            self._go_over(self.activity)
+            self._spans.flush()
 
     def collect(self) -> Iterable[Metric]:
         """Return the seconds so far, those of the activity that lasts included."""

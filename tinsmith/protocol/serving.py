@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from tinsmith.observing.metrics import Number
+from tinsmith.observing.spans import Span
 from tinsmith.protocol.messages import Message
 from tinsmith.store import ids
 from tinsmith.store.records import LOCAL, Category, Outcome
@@ -199,6 +200,8 @@ class Status(Message):
     """pid, device, state and pass_tokens of each worker."""
     numbers: list[Number]
     """All that the engine and, with the label `worker`, each worker counts (`observing/metrics.py`)."""
+    spans: list[Span] = field(default_factory=list)
+    """What they have done since the last report; those of a worker have a fact `worker`."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 from tinsmith import errors
 from tinsmith.errors import TinsmithError
 from tinsmith.observing.metrics import Number
+from tinsmith.observing.spans import Span
 from tinsmith.protocol.messages import Message
 
 
@@ -312,6 +313,8 @@ class WorkerStatus(Message):
     """All that a worker counts (`observing/metrics.py`), sent as a report (`reports.py`)."""
 
     numbers: list[Number]
+    spans: list[Span]
+    """What it has done since the last report."""
 
 
 Call = CreateModel | OptimStep | TakeSnapshot | SaveModel | ExportModel | LoadModel

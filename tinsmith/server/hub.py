@@ -11,6 +11,7 @@ from fastapi import Request
 
 from tinsmith.config import Config
 from tinsmith.errors import EngineUnavailableError, NotFoundError, UserError
+from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.own_directory import boot_name
@@ -39,6 +40,7 @@ from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook, SamplingSessions
 from tinsmith.server.signatures import UrlSigner
 from tinsmith.server.tenants import Tenants
+from tinsmith.server.trace import Exporter, Trace
 from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles, delete_copies_left
 from tinsmith.store.records import Checkpoint, Model, Outcome, Session, Used
@@ -139,6 +141,9 @@ class Hub:
         self.base_models = BaseModels()
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
+        self.trace = Trace()
+        endpoint = config.server.otlp_endpoint
+        self.exporter = Exporter(endpoint) if endpoint else None
         self.bodies = LargeBodies(self.lifetimes.knows, config.log_format)
         self.queued = QueuedOperations(config.server)
         self._places = private_places(config, data_dir)
@@ -158,6 +163,10 @@ class Hub:
             self.waiters.deliver(message.request_id, message.outcome)
         elif isinstance(message, Status):
             self.activity.take(message)
+            spans = [*message.spans, *SPANS.take()]
+            self.trace.take(spans)
+            if self.exporter is not None:
+                self.exporter.take(spans)
         elif isinstance(message, SampleEvents):
             self.samples.add_tokens(message.tokens)
         elif isinstance(message, Recovering):
@@ -167,6 +176,12 @@ class Hub:
         elif isinstance(message, SampleStopped):
             owner = message.tenant, message.base_model, message.session_id
             self.budgets.add(owner, Used(gpu_seconds=message.gpu_seconds))
+
+    def close(self) -> None:
+        """End what does not end with the engine."""
+        self.bodies.parser.close()
+        if self.exporter is not None:
+            self.exporter.close()
 
     def told(self, reason: str, category: str | None = None) -> str:
         """The text of an error for clients, without the server's directories unless it is the client's own ("user")."""

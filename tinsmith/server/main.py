@@ -256,7 +256,7 @@ async def _serve(
     try:
         await engine_task
     finally:
-        hub.bodies.parser.close()
+        hub.close()
         with reported(StoreUnavailableError, partial(log.error, "what the last samples have used is not metered: %s")):
             await hub.budgets.flush()
         hub.store.close()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from tinsmith.config import ServerConfig
 from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError, UserError
+from tinsmith.observing.spans import SAMPLES, SPANS
 from tinsmith.protocol.serving import SampleDone, SampleFailed
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.replies import GoneError
@@ -87,6 +88,7 @@ class PendingSample:
     outcome: SampleDone | SampleFailed | None = None
     """None while it runs."""
     accepted_at: float = field(default_factory=time.monotonic, init=False)
+    """Monotonic time."""
     finished_bytes: int = field(default=0, init=False)
     """Bytes of its result once it has finished."""
 
@@ -229,6 +231,10 @@ class SampleBook:
             return False
         self._count_unfinished(sample, -1)
         sample.outcome = outcome
+        seconds = time.monotonic() - sample.accepted_at
+        ended = "ok" if isinstance(outcome, SampleDone) else outcome.category
+        facts = {"request": sample.request_id, "session": ids.session_of(sample.request_id), "outcome": ended}
+        SPANS.note("sample", SAMPLES, time.time() - seconds, seconds, **facts, sequences=sample.num_samples)
         sample.finished_bytes = len(outcome.payload) if isinstance(outcome, SampleDone) else len(outcome.error)
         if sample.stream is not None:
             sample.stream.end()

@@ -158,6 +158,12 @@ class CheckpointsQuery(Query):
     offset: CountFromZero = 0
 
 
+class TraceQuery(Query):
+    """GET trace."""
+
+    seconds: float = Field(600.0, gt=0, allow_inf_nan=False)
+
+
 class UsageQuery(Query):
     """GET billing/usage/events."""
 

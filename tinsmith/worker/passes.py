@@ -5,6 +5,7 @@ waits for what a processor could have done before.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ import numpy as np
 from tinsmith.errors import GivenUpError, TinsmithError, UserError
 from tinsmith.kernels.device import Stopwatch
 from tinsmith.observing.metrics import WORKER_TIME, direction_of
+from tinsmith.observing.spans import PASSES, SPANS
 from tinsmith.protocol.boundary import failing_into, result_or_error
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
@@ -204,8 +206,11 @@ class Passes:
         return message.together or self.bases[message.base_model].backend.needs_all
 
     def _compute(self, message: RunPass, rendered: "list[Rendered]") -> None:
-        with WORKER_TIME.during(direction_of(message.backward)):
+        direction, began, started = direction_of(message.backward), time.time(), time.monotonic()
+        with WORKER_TIME.during(direction):
             self._compute_timed(message, rendered)
+        requests = list(dict.fromkeys(request_id for request_id, _ in message.pieces))
+        SPANS.note(direction, PASSES, began, time.monotonic() - started, requests=requests, tokens=sum(message.lengths))
 
     def _compute_timed(self, message: RunPass, rendered: "list[Rendered]") -> None:
         backend = self.bases[message.base_model].backend

@@ -8,7 +8,18 @@ import torch
 
 from tinsmith.kernels.compiled import compilations
 from tinsmith.models.machine import memory_held
-from tinsmith.observing.metrics import GRAPHS, MEMORY, MODEL_SAMPLED_TOKENS, PAGING, PLACES, SEQUENCES, WORKER, numbers
+from tinsmith.observing.metrics import (
+    GRAPHS,
+    MEMORY,
+    MODEL_SAMPLED_TOKENS,
+    PAGING,
+    PLACES,
+    SEQUENCES,
+    WORKER,
+    WORKER_TIME,
+    numbers,
+)
+from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.reports import pause_s
 from tinsmith.protocol.work import WorkerStatus
 from tinsmith.sampling.local.decode_graph import captures
@@ -50,7 +61,8 @@ class WorkerBoard:
             GRAPHS.labels(kind).set(count)
         for sensors in self.sensors:
             sensors.read()
-        return WorkerStatus(numbers(WORKER))
+        WORKER_TIME.flush()
+        return WorkerStatus(numbers(WORKER), SPANS.take())
 
     def note(self) -> None:
         """Note and log what is due; call it after whatever the worker does, and at least every few seconds."""

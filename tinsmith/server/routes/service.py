@@ -1,5 +1,6 @@
 """The service itself, beginning and end of sessions, and what only a hosted service has."""
 
+import asyncio
 import logging
 import uuid
 from contextlib import suppress
@@ -12,10 +13,16 @@ from tinsmith.errors import NotFoundError
 from tinsmith.server.access import caller_of, operation_body, owned
 from tinsmith.server.body import drop_body
 from tinsmith.server.hub import hub_of
-from tinsmith.server.replies import GoneError, json_reply
+from tinsmith.server.replies import ForbiddenError, GoneError, json_reply
+from tinsmith.server.trace import perfetto
 from tinsmith.store.store import Store
-from tinsmith.wire.json_body import parse_json
-from tinsmith.wire.service_requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
+from tinsmith.wire.json_body import parse_json, parse_query
+from tinsmith.wire.service_requests import (
+    CreateSessionRequest,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+    TraceQuery,
+)
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +181,16 @@ async def status(request: Request) -> Response:
     activity = hub.activity.describe()
     activity["models"] = [each for each in activity["models"] if await hub.tenants.owns(caller, each["model_id"])]
     return json_reply({"version": __version__, "engine": engine, "trains": trains, "base_models": bases, **activity})
+
+
+@router.get("/trace")
+async def trace(request: Request) -> Response:
+    """What all processes did in the last minutes, for ui.perfetto.dev; for admins. No part of the Tinker API."""
+    hub, asked = hub_of(request), parse_query(TraceQuery, request.query_params)
+    if caller_of(request).sees is not None:
+        raise ForbiddenError("GET /trace shows the work of all tenants, and needs a key of an admin")
+    spans = hub.trace.since(asked.seconds)
+    return await asyncio.to_thread(lambda: json_reply(perfetto(spans)))
 
 
 @router.get("/auth/apikey/me")
