@@ -31,16 +31,31 @@ from benchmarks.servers import API_KEY, BASE_MODEL, random_datums
 from tests.running import REAL_PROGRAM, Server, serving
 from tinsmith.models.tiny import write_tiny_model
 
-OPTIONS = ("--kv-cache-gib", "0.1", "--deterministic", "--worker-still-s", "5", "--tokens-per-pass", "512")
-"""A stopped worker is found soon, samples depend on their request alone, and operations take several passes."""
+OPTIONS = (
+    *("--kv-cache-gib", "0.1", "--deterministic", "--tokens-per-pass", "512"),
+    *("--worker-still-s", "5", "--engine-silent-s", "2", "--engine-hung-s", "15"),
+)
+"""What is stopped is found soon, samples depend on their request alone, and operations take several passes."""
 
 PROMPTS, ANSWER = 4, 12
 """Prompts of an RL step, and tokens of each answer."""
 
-VICTIMS = (("worker", signal.SIGKILL), ("worker", signal.SIGSTOP), ("parser", signal.SIGKILL))
+Victims = tuple[str, signal.Signals]
+"""Names of processes that get a signal together, and the signal."""
 
-MODULES = {"worker": "tinsmith.worker", "parser": "tinsmith.server.parser_process"}
-"""Modules that victims run."""
+VICTIMS: Sequence[Victims] = (
+    ("worker", signal.SIGKILL),
+    ("engine", signal.SIGKILL),
+    ("server", signal.SIGKILL),
+    ("worker", signal.SIGSTOP),
+    ("engine", signal.SIGSTOP),
+    ("parser", signal.SIGKILL),
+    ("engine worker", signal.SIGKILL),
+    ("server engine worker", signal.SIGKILL),
+)
+
+MODULES = {"worker": "tinsmith.worker", "engine": "tinsmith.engine", "parser": "tinsmith.server.parser_process"}
+"""Modules that victims run; the server is known."""
 
 MOST_S = 600.0
 """Seconds after which a run that does not come on has failed."""
@@ -122,10 +137,12 @@ def trained(server: Server, kind: Callable[..., None], run: Run, goes_on: Callab
 
 def pid_of(server: Server, victim: str) -> int:
     """The process id of a victim, as soon as there is one."""
+    if victim == "server":
+        return server.pid
     deadline = time.monotonic() + MOST_S
     while time.monotonic() < deadline:
-        with suppress(psutil.Error):  # one has ended meanwhile
-            for child in psutil.Process(server.process.pid).children(recursive=True):
+        for child in psutil.Process(server.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has ended meanwhile
                 if MODULES[victim] in child.cmdline() and (victim != "worker" or child.name() == victim):
                     return child.pid  # and no worker that stands by
         time.sleep(0.01)
@@ -143,7 +160,10 @@ class Found:
 
 @dataclass(eq=False)
 class Chaos:
-    """Kills victims while a run goes on, and measures how long it then takes until one of its operations has ended."""
+    """Kills victims while a run goes on, and measures how long it then takes until one of its operations has ended.
+
+    A server that was killed is started again at once.
+    """
 
     server: Server
     run: Run
@@ -158,16 +178,20 @@ class Chaos:
         """Whether the run is to go on."""
         return not self.has_ended.is_set()
 
-    def rage(self, victims: Sequence[tuple[str, signal.Signals]]) -> None:
+    def rage(self, victims: Sequence[Victims]) -> None:
         """Kill one victim after the other."""
         try:
-            for victim, sign in victims:
+            for names, sign in victims:
                 self._wait(len(self.run.curve) + 3)
                 time.sleep(self.chance.uniform(0.0, 1.0))
+                pids = [self.find(self.server, name) for name in names.split()]
                 before, started = len(self.run.curve), time.monotonic()
-                os.kill(self.find(self.server, victim), sign)
+                for pid in pids:
+                    os.kill(pid, sign)
+                if "server" in names.split():
+                    self.server.start_again()
                 self._wait(before + 1)
-                self.seconds[f"{victim} {sign.name}"].append(time.monotonic() - started)
+                self.seconds[f"{names} {sign.name}"].append(time.monotonic() - started)
         finally:
             self.has_ended.set()
 
@@ -182,7 +206,7 @@ def chaos(
     directory: Path,
     kills: int,
     seed: int,
-    victims: Sequence[tuple[str, signal.Signals]] = VICTIMS,
+    victims: Sequence[Victims] = VICTIMS,
     program: list[str] = REAL_PROGRAM,
     find: Callable[[Server, str], int] = pid_of,
 ) -> Found:

@@ -40,7 +40,7 @@ class Checkpoints:
     ) -> Checkpoint:
         """A checkpoint whose directory `write` fills."""
         row = self.rows.announce(path, "tiny", "qwen3", lora_config, **more)
-        steps = self.rows.written(SaveModel(1, "tiny", path.model_id, path.kind == "training", row))
+        steps = self.rows.written(SaveModel(1, "tiny", path.model_id, path.kind == "training", row), None)
         call = next(steps)
         assert isinstance(call, SaveModel)
         found = write_files(self.files, call.checkpoint, write)

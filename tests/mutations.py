@@ -90,6 +90,7 @@ SAMPLER = "tests/sampling/local/test_sampler.py"
 EXPERTS = "tests/models/test_experts.py"
 QUANTIZED = "tests/models/test_quantized.py"
 RECOVERY = "tests/engine/test_recovery.py"
+ENGINE_DEATH = "tests/engine/test_engine_death.py"
 
 MUTATIONS = (
     # ---- What is trained on
@@ -916,9 +917,37 @@ MUTATIONS = (
     Mutation(
         "gradients of a pass that was computed in part before a worker was killed count twice",
         "tinsmith/engine/forward_work.py",
-        "for place, operation in enumerate(left, 1) if operation.results), default=0)",
+        "for place, operation in enumerate(left, 1) if operation.has_results), default=0)",
         "for place, operation in enumerate(left, 1) if operation.is_complete), default=0)",
         (RECOVERY,),
+    ),
+    Mutation(
+        "gradients of an operation that a killed engine had computed in part count twice",
+        "tinsmith/engine/journal.py",
+        "        if seq <= begun and command.kind",
+        "        if seq < begun and command.kind",
+        (ENGINE_DEATH,),
+    ),
+    Mutation(
+        "an outcome is recorded without what it has changed in its model",
+        "tinsmith/store/commands.py",
+        "elif recording.finish(outcome) and outcome.history is not None:",
+        "elif recording.finish(outcome) and outcome.history is not None and outcome.error is None:",
+        (ENGINE_DEATH, "tests/engine/test_journal.py"),
+    ),
+    Mutation(
+        "a save that a killed engine had finished is refused when it is run again",
+        "tinsmith/engine/checkpoints.py",
+        "        if saved is not None:\n",
+        "        if saved is not None and overwrite:\n",
+        (ENGINE_DEATH,),
+    ),
+    Mutation(
+        "an engine that was stopped goes on recording beside the one that took its place",
+        "tinsmith/store/store.py",
+        "if self._engine is not None:",
+        "if self._engine is None:",
+        (ENGINE_DEATH,),
     ),
     Mutation(
         "requests that a replay needs are dropped with the newest copy",
@@ -930,7 +959,7 @@ MUTATIONS = (
     Mutation(
         "a save that was cut short is done again of the state behind the steps beside it",
         "tinsmith/engine/copies.py",
-        "if is_saving or not self.are_made_of",
+        "if state.saving is not None or not self.are_made_of",
         "if not self.are_made_of",
         ("tests/engine/test_saves.py",),
     ),

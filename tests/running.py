@@ -63,9 +63,17 @@ class Server:
 
     def __init__(self, log: IO[str], data_dir: Path, options: list[str], program: list[str] = PROGRAM) -> None:
         self.log = Path(log.name)
-        self.process = subprocess.Popen(
-            [*program, "serve", "--port", "0", "--data-dir", str(data_dir), *options], stdout=log, stderr=log
-        )
+        self._output = log
+        self._command = [*program, "serve", "--port", "0", "--data-dir", str(data_dir), *options]
+        self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def start_again(self) -> None:
+        """Start the server again at its address, when it has ended; returns when it listens."""
+        port = self.url.rpartition(":")[2]
+        self.process.wait(timeout=START_S)
+        starts = self.log.read_text().count("listening on ")
+        self.process = subprocess.Popen([*self._command, "--port", port], stdout=self._output, stderr=self._output)
+        self._wait_for(lambda: self.log.read_text().count("listening on ") > starts or None)
 
     @property
     def url(self) -> str:
@@ -135,9 +143,11 @@ class Server:
 
     def _wait_for(self, look: Callable[[], T | None]) -> T:
         deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
+        while time.monotonic() < deadline:
             if (found := look()) is not None:
                 return found
+            if self.process.poll() is not None:
+                break
             time.sleep(0.02)
         raise AssertionError(self.log.read_text())
 

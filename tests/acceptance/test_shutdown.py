@@ -1,4 +1,4 @@
-"""What survives what: models when the server is stopped, their engine is killed, or their client ends its session.
+"""What survives what: models when the server is stopped, their machine is, or their client ends its session.
 
 Invariant: Ctrl-C saves live models and says where; finished, unloaded and lost models are told apart, and errors name
 the newest checkpoint. Also: `tests/store/test_endings.py`, `tests/engine/test_database_trouble.py`.
@@ -7,7 +7,9 @@ the newest checkpoint. Also: `tests/store/test_endings.py`, `tests/engine/test_d
 import os
 import re
 import signal
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -17,6 +19,7 @@ import tinker
 from tests.acceptance.conftest import connect, ready
 from tests.acceptance.talking import RAW_STEP, datum, learn, scores, text_input, train
 from tests.running import START_S
+from tinsmith.store.database import FILE_NAME
 
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) (server|engine|worker): \S")
 """One format, whoever writes."""
@@ -38,8 +41,12 @@ def test_the_end_of_a_terminal_saves_live_models_and_each_model_is_called_what_b
         lost, unsaved = train(service, "text"), train(service, "text")
         saved = [lost.save_state(name).result().path for name in ("older", "newest")][-1]
         with first.client() as http:
-            os.kill(first.engine_pid(), signal.SIGKILL)
-            first.wait_for_health(503)
+            os.kill(first.pid, signal.SIGKILL)
+            first.process.wait(timeout=START_S)
+            with closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as database:
+                database.execute("UPDATE engine_starts SET place = 'a machine that had no power'")
+                database.commit()
+            first.start_again()
             first.wait_for_health()
             gone = "was lost when its worker or the engine stopped; "
             with pytest.raises(

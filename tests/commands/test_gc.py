@@ -34,7 +34,7 @@ def test_complete_files_that_the_database_does_not_know_are_kept_unless_asked_fo
         f"`tinsmith recover --data-dir {tmp_path}` adds them, `tinsmith gc --unknown` deletes them"
     )
     old = "             10  tinker://m/weights/old: has expired"
-    snapshots = "          2,000  snapshots: the engine that wrote them has ended"
+    snapshots = "          2,000  snapshots: their models do not come back"
     deleted(tmp_path, [old, snapshots], "          2,010", kept=(unknown,))
     assert files.at(orphan).sizes()
     deleted(

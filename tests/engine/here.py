@@ -23,7 +23,7 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Done, Status
 from tinsmith.protocol.work import PassDone, RunPass, WorkerReady
 from tinsmith.store.database import FILE_NAME
-from tinsmith.store.files import CHECKPOINTS_DIR
+from tinsmith.store.files import CHECKPOINTS_DIR, delete_copies_left
 from tinsmith.store.records import CommandKind, Model, NewCommand, Outcome
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
@@ -34,6 +34,9 @@ from tinsmith.worker.records import AskedRecords
 
 LONG_S = 120.0
 """How long anything here may take on a busy machine."""
+
+PLACE = "a machine"
+"""Where all engines of a test run."""
 
 IMAGE_TOKENS = 6
 """Of an image of `bases.png` in the tiny models."""
@@ -193,7 +196,10 @@ class Here:
             store.create_session(
                 "s", {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None}
             )
+        left = store.fail_unfinished("the engine ended", PLACE)  # as the server does before each start
         store.close()
+        delete_copies_left(data_dir, left)
+        self.bases = bases
         self.server = Wire()
         self.process = WorkerHere(self.config, bases)
         self.engine = Engine(self.config, self.server, Beat(), self.process)  # type: ignore[arg-type]
@@ -202,6 +208,13 @@ class Here:
         """Request ids of the outcomes that the server was told of, in order."""
         self.said: list[Message] = []
         """All that the server was told, in order."""
+
+    def next_engine(self) -> "Here":
+        """An engine with a new worker that takes the place of this one, which dies with its worker as it is."""
+        self.process.die("signal 9")
+        self.engine.store.close()
+        sections = {"training": self.config.training, "sampling": self.config.sampling}
+        return Here(self.bases, Path(self.config.data_dir), **sections)
 
     @property
     def worker(self) -> Worker:

@@ -22,6 +22,7 @@ from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, Done, EndSession, Saving, Shutdown
+from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
 MODEL = "s:train:a"
@@ -110,7 +111,7 @@ def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_
                 and here.process.is_resting
             )
         )
-        assert [outcome.request_id for outcome in engine.recorder.waiting] == requests
+        assert [each.request_id for each in engine.recorder.waiting if isinstance(each, Outcome)] == requests
         assert here.told[told:] == []
         assert [here.store.status(request) for request in requests] == ["queued"] * 5
     here.settle()
@@ -179,7 +180,8 @@ def test_a_checkpoint_is_saved_once_the_database_takes_it_and_others_do_not_wait
     with here.locked():
         here.until(lambda: here.engine.scheduler.models.put_off and here.engine.recorder.waiting)
         assert here.engine.scheduler.models.put_off == {MODEL}
-        assert [outcome.request_id for outcome in here.engine.recorder.waiting] == ["s:train:b/0"]
+        waiting = here.engine.recorder.waiting
+        assert [each.request_id for each in waiting if isinstance(each, Outcome)] == ["s:train:b/0"]
         assert here.checkpoint_directories() == []
     here.settle()
     assert [here.error("a", seq_id) for seq_id in (1, 2)] == [None, None]

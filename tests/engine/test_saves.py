@@ -28,7 +28,7 @@ from tinsmith.engine.history import CopiedForSave
 from tinsmith.protocol.serving import EndSession
 from tinsmith.protocol.work import Answer, CallFailed, Copied
 from tinsmith.store.keys import add_key, revoke_key
-from tinsmith.store.records import LOCAL, SESSION_END, ApiKey, Checkpoint
+from tinsmith.store.records import LOCAL, SESSION_END, ApiKey, Checkpoint, Command, Outcome
 from tinsmith.store.store import sweep
 from tinsmith.training.checkpoint import SavedState, read_state, write_state
 from tinsmith.worker.exports import write_external
@@ -336,14 +336,14 @@ def test_a_save_that_the_disk_refuses_when_it_is_done_again_fails_alone(here: He
 def test_a_model_goes_on_while_the_row_of_its_save_waits_and_nothing_is_written_again(
     here: Here, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempts, put = 0, here.store.put_checkpoint
+    attempts, put = 0, here.store.put_saved
 
-    def putting(checkpoint: Checkpoint) -> None:
+    def putting(checkpoint: Checkpoint, command: Command) -> None:
         nonlocal attempts
         attempts += 1
-        put(checkpoint)
+        put(checkpoint, command)
 
-    monkeypatch.setattr(here.store, "put_checkpoint", putting)
+    monkeypatch.setattr(here.store, "put_saved", putting)
     before = state(here)
     hold_save(here, disk)
     here.process.is_stuck = True
@@ -358,7 +358,8 @@ def test_a_model_goes_on_while_the_row_of_its_save_waits_and_nothing_is_written_
         here.until(lambda: here.engine.scheduler.models.loaded[MODEL].history.state == 2 and attempts >= 3)
         assert here.engine.scheduler.models.put_off == set()
         # It has neither failed nor succeeded
-        assert f"{MODEL}/3" not in {outcome.request_id for outcome in here.engine.recorder.waiting}
+        waiting = here.engine.recorder.waiting
+        assert f"{MODEL}/3" not in {each.request_id for each in waiting if isinstance(each, Outcome)}
         assert here.store.status(f"{MODEL}/3") == "queued"
     here.settle()
     assert results(here, 3, 4, 5)

@@ -239,3 +239,19 @@ async def test_the_api_answers_what_was_used_stored_and_saved(server: Served) ->
             assert (await root.shown(path))[name] == (await alice.shown(path))[name] != []
         assert (await alice.shown("audit?day=2024-10-03"))["entries"] == []
         assert "up to 14 days" in refused(await alice.get(window.replace("2024-10-05", "2024-11-05")))
+
+
+async def test_what_an_engine_has_left_stays_reserved_and_what_ended_unheard_is_counted(server: Served) -> None:
+    """Also by a server that has just started."""
+    async with speaking(server, add_key(server.store, key("team", tokens_a_day=30))) as team:
+        model = await team.new_run()
+        for seq_id in (1, 2):
+            await team.answer("optim_step", {"adam_params": {}, "model_id": model, "seq_id": seq_id})
+        ended = Outcome(f"{model}/1", b"", "protobuf", None, None, tokens=12)
+        server.store.record([Outcome(f"{model}/0", b"{}", "json", None, None), ended])
+        for hub_budgets in (server.hub.budgets, budgets.Budgets(server.hub.store)):
+            hub_budgets.replace(server.store.unfinished())
+            assert hub_budgets._reserved.keys() == {f"{model}/2"}
+            await hub_budgets._begin_day()
+            hub_budgets.release(f"{model}/2", Used(trained_tokens=10))
+            assert hub_budgets._today["team"].tokens == 22

@@ -9,6 +9,7 @@ from tests.server.serving import Served, served
 from tinsmith.config import ServerConfig
 from tinsmith.errors import BackpressureError
 from tinsmith.server.queued_operations import QueuedOperations
+from tinsmith.store.records import Unfinished
 from tinsmith.wire import tinker_pb2
 
 MIB = 2**20
@@ -42,7 +43,7 @@ def test_each_session_and_all_together_have_a_limit() -> None:
     queue.refuse(C, 1, 1, r"all sessions have 5242880 bytes .* \(max_queued_mib\)")
     queue.end(f"{B}/1")
     queue.take(C, 1)
-    queue.clear()
+    queue.replace([])
     queue.take(A, 2, 2 * MIB)
 
 
@@ -111,3 +112,17 @@ async def test_what_the_log_does_not_take_is_not_counted(tmp_path: Path) -> None
         await server.end_session(session_id)
         # Each fails at once
         assert [(await submit(server, model_id, seq_id)).status_code for seq_id in (1, 2, 3)] == [200] * 3
+
+
+def test_what_an_engine_has_left_counts_and_nothing_else() -> None:
+    """Also at a server that has just started."""
+    queue = Queue(3, 20)
+    queue.take(A, 1, MIB)
+    queue.take(B, 1, 3 * MIB)
+    left = [Unfinished(f"{A}/1", 5, "local", "tiny"), Unfinished(f"{A}/2", 2 * MIB, "local", "tiny")]
+    queue.replace(left)
+    assert queue.size == 3 * MIB  # of what this server has taken it knows the images too
+    queue.take(B, 2, 3 * MIB)
+    queue.refuse(A, 3, 1, "session a has 3145728 bytes")
+    queue.end(f"{A}/2")
+    queue.take(A, 3)

@@ -187,7 +187,8 @@ def test_what_an_engine_left_is_given_up(store: Store) -> None:
     store.record([done(0), done(1)])
     store.create_sampling_session(SamplingSession("s:sample:0", SESSION, "tiny", f"{MODEL}/2", MODEL))
     store.create_sampling_session(SamplingSession("s:sample:1", SESSION, "tiny"))
-    assert store.fail_unfinished("the engine died") == [f"{MODEL}/2"]
+    assert store.fail_unfinished("the engine died") == set()
+    assert store.status(f"{MODEL}/2") == "failed"
     assert store.outcome(f"{MODEL}/1") == done(1)
     assert store.blobs.read(digest) is None
     sessions = [store.sampling_session(f"s:sample:{number}") for number in range(2)]

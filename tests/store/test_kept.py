@@ -19,7 +19,7 @@ from tests.store.test_blobs import DATA, DIGEST, IMAGE, blobs_in, with_model
 from tests.store.test_commands import MODEL, SESSION, done, step
 from tinsmith.errors import NotFoundError
 from tinsmith.store.database import FILE_NAME
-from tinsmith.store.records import Command, Outcome
+from tinsmith.store.records import Command, HistoryChange, Outcome
 from tinsmith.store.store import Store
 
 KIB = 2**10
@@ -44,7 +44,8 @@ def test_what_is_kept_can_be_read_until_its_session_is_forgotten(tmp_path: Path)
     assert [store.blobs.read(digest) for digest in commands[1].image_digests] == [DATA]
     store.close()
     store = Store.open(tmp_path, keep_bytes=KIB)
-    assert store.fail_unfinished("the server stopped") == [f"{MODEL}/3"]
+    assert store.fail_unfinished("the server stopped") == set()
+    assert store.status(f"{MODEL}/3") == "failed"
     assert [store.payload(command) for command in commands] == [b"create", b"one", b"two", b"left"]
     assert store.blobs.read(DIGEST) == DATA
     store.finish_session(SESSION, "success", None)
@@ -64,14 +65,14 @@ def test_what_a_replay_needs_stays_until_it_is_released_or_its_model_is_lost(tmp
     commands = store.queued(MODEL)
     store.record([done(0), *map(replayed, (1, 2, 3))])
     assert (kept(store, commands), blobs_in(tmp_path) != []) == ([1, 2, 3], True)
-    store.release(MODEL, 0, 1)
+    store.record([HistoryChange(MODEL, begins=True, summary={}, released=(0, 1))])
     assert (kept(store, commands), store.blobs.read(DIGEST)) == ([2, 3], DATA)
     if how == "release":
-        store.release(MODEL)
+        store.end_history(MODEL)
     elif how == "lose":
         assert store.lose_models({MODEL: "its worker ended"}) == []
     else:
-        assert store.fail_unfinished("the engine ended") == []
+        assert store.fail_unfinished("the engine ended") == set()
     assert (kept(store, commands), blobs_in(tmp_path)) == ([], [])
 
 
@@ -82,7 +83,7 @@ def test_what_is_released_counts_to_what_is_kept_and_not_before(tmp_path: Path) 
     commands = store.queued(MODEL)
     store.record([done(0), *map(replayed, range(1, 5))])
     assert kept(store, commands) == [0, 1, 2, 3, 4]
-    store.release(MODEL)
+    store.end_history(MODEL)
     assert kept(store, commands) == [4]
 
 

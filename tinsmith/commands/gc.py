@@ -1,16 +1,16 @@
 """`tinsmith gc`: deletes expired checkpoints and unused files, beside a server too.
 
-If none runs, also snapshots and kept copies of an earlier engine. Complete checkpoints without a row are kept, because
-`tinsmith recover` adds them; `unknown` deletes them.
+If none runs, also snapshots and kept copies of models that do not come back. Complete checkpoints without a row are
+kept, because `tinsmith recover` adds them; `unknown` deletes them.
 """
 
 import shlex
-import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from tinsmith.store.disk import only_user
-from tinsmith.store.files import KEPT_DIR, SNAPSHOTS_DIR, CheckpointFiles
+from tinsmith.store.files import CheckpointFiles, copies_left, delete_copies_left
 from tinsmith.store.store import Garbage, Store, find_garbage, find_unknown, opened, sweep
 
 
@@ -18,15 +18,16 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
     """Delete unused files, unless `dry_run`; yield a line for each, then a total. Raises TinsmithError."""
     with opened(data_dir) as store, only_user(data_dir) as alone:
         files = CheckpointFiles(data_dir)
-        left = _left_by_engine(data_dir) if alone else []
+        coming_back = {stored.model_id for stored in store.histories()}
+        left = _left_by_engine(data_dir, coming_back) if alone else []
         strays = find_unknown(store, files)
         garbage = [*find_garbage(store, files), *(strays if unknown else []), *_images(store), *left]
         yield from _report(garbage, dry_run)
         if not dry_run:
             sweep(store, files, unknown)
             store.sweep_blobs()
-            for name in (SNAPSHOTS_DIR, KEPT_DIR) if left else ():
-                shutil.rmtree(data_dir / name, ignore_errors=True)
+            if left:
+                delete_copies_left(data_dir, coming_back)
         if strays and not unknown:
             total = sum(stray.size_bytes for stray in strays)
             yield (
@@ -43,13 +44,12 @@ def _images(store: Store) -> list[Garbage]:
     return [Garbage(f"{len(unused)} images of operations", "no operation needs them", size)] if unused else []
 
 
-def _left_by_engine(data_dir: Path) -> list[Garbage]:
-    """Snapshots and kept copies on the disk. Only if no server uses the directory."""
-    found = []
-    for name, what in ((SNAPSHOTS_DIR, "snapshots"), (KEPT_DIR, "kept copies of models")):
-        size = sum(file.stat().st_size for file in (data_dir / name).rglob("*") if file.is_file())
-        found += [Garbage(what, "the engine that wrote them has ended", size)] if size else []
-    return found
+def _left_by_engine(data_dir: Path, coming_back: set[str]) -> list[Garbage]:
+    """Snapshots and kept copies of other models than these. Only if no server uses the directory."""
+    sizes: Counter[str] = Counter()
+    for what, place in copies_left(data_dir, coming_back):
+        sizes[what] += sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    return [Garbage(what, "their models do not come back", size) for what, size in sizes.items() if size]
 
 
 def _report(garbage: list[Garbage], dry_run: bool) -> Iterator[str]:

@@ -30,7 +30,7 @@ def main() -> int:
     leave_signals_to_server()
     start_logging("engine")
     link = ChildLink(sys.argv[1])
-    heartbeat = Heartbeat(sys.argv[1])
+    heartbeat = Heartbeat(sys.argv[1], int(sys.argv[2]))
     heartbeat.start()
     try:
         config = from_tree(orjson.loads(sys.stdin.buffer.read()))

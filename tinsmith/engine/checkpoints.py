@@ -23,7 +23,7 @@ from tinsmith.protocol.work import ExportModel, LoadModel, SaveModel
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.keys import storage_limit
-from tinsmith.store.records import SESSION_END, Checkpoint
+from tinsmith.store.records import SESSION_END, Checkpoint, Command
 from tinsmith.store.store import Store
 from tinsmith.store.usage import stored_bytes
 from tinsmith.wire.paths import CheckpointPath
@@ -96,14 +96,15 @@ class CheckpointRows:
             "tenant": self.store.tenant_of(ids.session_of(path.model_id)),
         }
 
-    def written(self, call: SaveModel | ExportModel) -> Steps[Checkpoint]:
+    def written(self, call: SaveModel | ExportModel, command: Command | None) -> Steps[Checkpoint]:
         """Let a worker write an announced checkpoint's files, then store its row; one of the same path is replaced.
 
+        Without a `command` the server saves the model for itself.
         Raises TinsmithError if the disk or the object store does not take it; then there is none.
         """
         found = yield call
         checkpoint = Checkpoint(**call.checkpoint, **found)
-        yield from until_stored(lambda: self.store.put_checkpoint(checkpoint))
+        yield from until_stored(lambda: self.store.put_saved(checkpoint, command))
         return checkpoint
 
     def check_still_there(self, tinker_path: str) -> None:
@@ -125,36 +126,51 @@ class CheckpointOperations:
     facts: Callable[[], Mapping[str, ModelFacts]]
     next_number: Callable[[], int]
 
-    def save(self, request: SaveWeightsRequest) -> Steps[Ended]:
+    def save(self, command: Command, request: SaveWeightsRequest) -> Steps[Ended]:
         """Save weights and optimizer, to train on."""
-        model = self.models.require(request.model_id)
-        self.rows.check_storage(model.model_id)
-        path = CheckpointPath(model.model_id, "training", request.path)
-        if not request.overwrite:
-            self.rows.check_free(path)
-        saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
-        files = Saved(saved.tinker_path, saved.directory, optimizer=True)
-        return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory}, files)
+        path = CheckpointPath(request.model_id, "training", request.path)
+        saved = yield from self._saved(
+            command, path, request.overwrite, request.ttl_seconds, user_metadata=request.user_metadata
+        )
+        files = Saved(str(path), saved["directory"], optimizer=True)
+        return Ended({"path": str(path), "type": "save_weights"}, {"directory": saved["directory"]}, files)
 
-    def save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
+    def save_for_sampler(self, command: Command, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
         """Save weights to sample from."""
-        model = self.models.require(request.model_id)
-        self.rows.check_storage(model.model_id)
-        path = CheckpointPath(model.model_id, "sampler", request.path or "")
-        self.rows.check_free(path)
-        saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
-        return Ended({"path": saved.tinker_path, "type": "save_weights_for_sampler"}, {"directory": saved.directory})
+        path = CheckpointPath(request.model_id, "sampler", request.path or "")
+        saved = yield from self._saved(command, path, False, request.ttl_seconds, user_metadata=request.user_metadata)
+        return Ended({"path": str(path), "type": "save_weights_for_sampler"}, {"directory": saved["directory"]})
 
-    def save_external(self, request: SaveWeightsExternalRequest) -> Steps[Ended]:
+    def save_external(self, command: Command, request: SaveWeightsExternalRequest) -> Steps[Ended]:
         """Export weights to download, encrypted for their recipients if there are any."""
-        model = self.models.require(request.model_id)
-        self.rows.check_storage(model.model_id)
-        path = CheckpointPath(model.model_id, "external", request.path)
-        self.rows.check_free(path)
+        path = CheckpointPath(request.model_id, "external", request.path)
         recipients = list(request.age_encryption_recipients or [])
-        saved = yield from self._written(model, path, request.ttl_seconds, recipients=recipients)
-        result = {"path": saved.tinker_path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
-        return Ended(result, {"directory": saved.directory})
+        saved = yield from self._saved(command, path, False, request.ttl_seconds, recipients=recipients)
+        result = {"path": str(path), "size_bytes": saved["size_bytes"], "type": "save_weights_external"}
+        return Ended(result, {"directory": saved["directory"]})
+
+    def _saved(
+        self,
+        command: Command,
+        path: CheckpointPath,
+        overwrite: bool,
+        ttl_seconds: float | None,
+        user_metadata: dict[str, str] | None = None,
+        recipients: Sequence[str] = (),
+    ) -> Steps[dict[str, Any]]:
+        """Save a model for its client; returns `directory` and `size_bytes`.
+
+        An engine that has died may have done so, and not recorded it.
+        """
+        model = self.models.require(path.model_id)
+        saved = self.rows.store.saved(command)
+        if saved is not None:
+            return saved
+        self.rows.check_storage(path.model_id)
+        if not overwrite:
+            self.rows.check_free(path)
+        checkpoint = yield from self._written(model, path, ttl_seconds, user_metadata, recipients, command)
+        return {"directory": checkpoint.directory, "size_bytes": checkpoint.size_bytes}
 
     def _written(
         self,
@@ -163,6 +179,7 @@ class CheckpointOperations:
         ttl_seconds: float | None,
         user_metadata: dict[str, str] | None = None,
         recipients: Sequence[str] = (),
+        command: Command | None = None,
     ) -> Steps[Checkpoint]:
         architecture = self.facts()[model.base_model].architecture
         row = self.rows.announce(path, model.base_model, architecture, asdict(model.shape), ttl_seconds, user_metadata)
@@ -172,7 +189,7 @@ class CheckpointOperations:
             if path.kind == "external"
             else SaveModel(*about, path.kind == "training", row)
         )
-        return (yield from self.rows.written(call))
+        return (yield from self.rows.written(call, command))
 
     def keep(self, model_id: str) -> Steps[Ended]:
         """Save a model that the server is going to unload, if it was ever created."""

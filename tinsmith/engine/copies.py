@@ -3,19 +3,19 @@
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tinsmith.config import Config
 from tinsmith.engine.history import History, Kept, Mark, Passed, Saved, Stepped
+from tinsmith.engine.journal import change_of
 from tinsmith.engine.model_state import LoadedModel, ModelState, ModelStates
 from tinsmith.engine.passes import Piece
-from tinsmith.errors import StoreUnavailableError, reported
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.work import CopyEnded, OptimStep, RunPass
 from tinsmith.store.files import kept_copies
-from tinsmith.store.store import Store
+from tinsmith.store.records import HistoryChange
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +31,14 @@ PAYS_OFF = 50
 
 @dataclass(eq=False)
 class Copies:
-    """The kept copies of all models, and what passes and steps add to their histories."""
+    """The kept copies of all models, and what passes and steps add to their histories.
+
+    `record` takes changes and does not fail (`Recorder.record`).
+    """
 
     config: Config
-    store: Store
     models: ModelStates
+    record: Callable[[Sequence[HistoryChange]], None]
     _ended_at: float = 0.0
     """Monotonic time at which the last pass or step ended."""
 
@@ -76,12 +79,14 @@ class Copies:
             if model is None or model.spoiled:  # these gradients are never taken
                 continue
             named = [call.pieces[place] for place in own]
+            routed = [computed[each].routed for each in named]
             event = Passed(
                 model.history.state,
                 [(computed[request_id, index].operation.command, index) for request_id, index in named],
                 [call.lengths[place] for place in own],
                 [call.pixels[place] for place in own] if call.pixels else [],
                 call.together,
+                routed if any(routed) else [],
             )
             model.history.add(event)
             model.history.seconds += seconds * sum(event.lengths) / sum(call.lengths)
@@ -113,8 +118,6 @@ class Copies:
                 "(--kept-copies-gib), and what came since it was saved has taken more than %.0f s",
                 *(model.model_id, MOST_REPLAYED_S),
             )
-        if not history.kept:
-            self._release(model)
 
     # ---- Copies
 
@@ -122,8 +125,7 @@ class Copies:
         """Return where a copy of a step's result goes, and where the one before is; nothing if none is due."""
         history = model.history
         # A save that is cut short is done again from a state before it
-        is_saving = state.saving is not None and state.saving.in_call is not None
-        if is_saving or not self.are_made_of(model.shape) or not self._is_due(history):
+        if state.saving is not None or not self.are_made_of(model.shape) or not self._is_due(history):
             return "", ""
         newest = history.kept[-1].source if history.kept else None
         before = newest.directory if isinstance(newest, Saved) and newest.is_copy else ""
@@ -158,17 +160,9 @@ class Copies:
     def keep(self, model: LoadedModel, kept: Kept) -> None:
         """Take a newer state to restore a model from, and let the log drop what that makes needless."""
         model.history.keep(kept)
-        self._release(model)
-
-    def _release(self, model: LoadedModel) -> None:
-        """Let the log drop the requests that no replay needs. What the database does not drop now it drops later."""
-        history = model.history
-        upto = history.needed_from.seq_id
-        if upto <= history.released_seq:
-            return
-        with reported(StoreUnavailableError, partial(log.warning, "requests of finished operations stay for now: %s")):
-            self.store.release(model.model_id, history.released_seq, upto)
-            history.released_seq = upto
+        change = change_of(model)
+        if change is not None:
+            self.record([change])
 
     def saved(self, model: LoadedModel, source: Saved, mark: Mark) -> None:
         """Take a checkpoint as the state to restore a model from, unless it has copies, which nobody can delete."""

@@ -1,5 +1,6 @@
 """Crash recovery: brings every model back on new workers, exactly as it was.
 
+    engine ends -> the next one reads its journal: the models in it wait
     workers end -> has it a state?  no: the model is lost, and errors say so
                                     a checkpoint, a kept copy, its seed: it waits
     new workers -> one model after the other is replayed from that (`replay.py`); then its operations go on
@@ -29,12 +30,10 @@ from tinsmith.protocol.work import (
     PrepareFailed,
     error_of,
 )
-from tinsmith.store.records import Command
+from tinsmith.store.histories import MOST_ENDS
+from tinsmith.store.records import Command, HistoryChange
 
 log = logging.getLogger(__name__)
-
-MOST_ENDS = 3
-"""An operation fails, and a model is lost, when workers have ended so many times while it was under way."""
 
 Reply = Prepared | PrepareFailed | PassDone | Copied | Answer | CallFailed
 
@@ -66,7 +65,7 @@ class CrashRecovery:
     """Models that are to come back, and how many times workers have ended while each did."""
     lost: dict[str, str] = field(default_factory=dict)
     """Models that do not come back, and why, until `take_lost`."""
-    reason: str = ""
+    reason: str = "the engine ended"
     under_way: Comeback | None = None
     backoff: Backoff = field(default_factory=Backoff)
     """Of replays that wait for the database."""
@@ -144,8 +143,14 @@ class CrashRecovery:
         if self.under_way is not None or not self.waiting or self.backoff.wait_s > 0:
             return
         model_id = min(self.waiting, key=lambda each: self.waiting[each])
+        # Noted first: it may end this engine, and the next one has to know
+        self.outcomes.record([HistoryChange(model_id, comebacks=self.waiting[model_id] + 1)])
         self.under_way = Comeback(model_id, self.replay.bring_back(self.models.require(model_id)))
         self._go_on(self.under_way, None)
+
+    def holds(self, model_id: str) -> bool:
+        """Whether a model waits, or is lost and not yet recorded to be."""
+        return model_id in self.waiting or model_id in self.lost
 
     def take(self, message: Reply) -> bool:
         """Take in what the workers say; False if it does not answer a replay."""
@@ -170,6 +175,7 @@ class CrashRecovery:
             self.under_way = None
             self.backoff.succeeded()
             del self.waiting[model_id]
+            self.outcomes.record([HistoryChange(model_id, comebacks=0)])
             MODELS_RECOVERED.inc()
             log.info("model %s is back, as it was", model_id, extra={"model": model_id})
         except StoreUnavailableError as error:
@@ -197,4 +203,5 @@ class CrashRecovery:
         self.waiting.pop(model_id, None)
         self.lost[model_id] = reason
         model, self.models[model_id].loaded = self.models.require(model_id), None
-        self._to_delete.append((model.base_model, model_id))
+        if model.base_model in self.replay.facts():
+            self._to_delete.append((model.base_model, model_id))

@@ -48,13 +48,15 @@ class ForwardQueues(dict[str, deque[ForwardOperation]]):
 
     def take_complete(self) -> list[ForwardOperation]:
         """Remove and return the operations at the head of each queue that are computed."""
-        complete = []
-        for model_id in list(self):
-            queue = self[model_id]
-            while queue and queue[0].is_complete:
-                complete.append(queue.popleft())
-            if not queue:
-                del self[model_id]
+        return [operation for model_id in list(self) for operation in self.take_complete_of(model_id)]
+
+    def take_complete_of(self, model_id: str) -> list[ForwardOperation]:
+        """The same of one model."""
+        complete, queue = [], self.get(model_id, deque())
+        while queue and queue[0].is_complete:
+            complete.append(queue.popleft())
+        if not queue:
+            self.pop(model_id, None)
         return complete
 
 
@@ -226,7 +228,7 @@ class ForwardWork:
                 elif not runs_again(operation.command, is_under_way):
                     self.operations.remove(operation)
             left = list(self.operations.pop(model_id, ()))
-            begun = max((place for place, operation in enumerate(left, 1) if operation.results), default=0)
+            begun = max((place for place, operation in enumerate(left, 1) if operation.has_results), default=0)
             back += [operation.command for operation in left[begun:]]
             if begun:
                 self.operations[model_id] = deque(left[:begun])
@@ -239,6 +241,19 @@ class ForwardWork:
     def take_complete(self) -> list[ForwardOperation]:
         complete, self.complete = self.complete, []
         return complete
+
+    def take_again(self, model_id: str, replayed: PassDone) -> None:
+        """Take in what a replayed pass gives for operations of which an engine has died that had it."""
+        operations = {each.command.request_id: each for each in self.operations.get(model_id, ())}
+        for request_id, index, output in _outputs(replayed):
+            if request_id in operations:
+                operations[request_id].results.setdefault(index, output)
+
+    def complete_those_of(self, model_id: str) -> None:
+        """Let the operations of a model that is back end, if all of them is computed."""
+        complete = self.operations.take_complete_of(model_id)
+        self.complete += complete
+        self._drop(complete)
 
     # ---- Passes
 

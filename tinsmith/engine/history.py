@@ -3,7 +3,8 @@
     kept      [seed, copy 1]    the two newest states; a damaged one is passed over
     events         P P S P S P  passes that added gradients, steps, snapshots and unfinished saves since the older one
 
-The log keeps the requests of the events until a newer state makes them needless.
+The log keeps the requests of the events until a newer state makes them needless. What changes is in the database with
+the outcome that it belongs to (`journal.py`), so a history outlives its engine too.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -24,12 +25,14 @@ class Fresh:
     """A model that was created and never stepped: its seed says it all, and no files."""
 
     shape: LoraShape
+    fingerprint: str = ""
+    """Of the base model's weights then; empty if it was not known."""
 
     directory = ""
 
     def call(self, number: int, base_model: str, model_id: str) -> CreateModel:
         """Return the call that restores the model on a new worker."""
-        return CreateModel(number, base_model, model_id, asdict(self.shape))
+        return CreateModel(number, base_model, model_id, asdict(self.shape), self.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Passed:
     lengths: list[int]
     pixels: list[dict[str, int]]
     together: bool
+    routed: list[int] = field(default_factory=list)
+    """Tokens of each datum whose experts were given; empty if there were none."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,8 @@ class History:
 
     kept: list[Kept]
     """States, oldest first; empty if the model would be lost with its workers."""
-    events: list[Event] = field(default_factory=list)
-    """What has happened since the first of `kept`, in order."""
+    numbered: dict[int, Event] = field(default_factory=dict)
+    """What has happened since the first of `kept`, in order, each under a number of its own."""
     state: int = 0
     """The number of the state that the last step, or load, has left: each leaves another."""
     stepped_seq: int = 0
@@ -138,9 +143,19 @@ class History:
     wanted_s: float = 0.0
     """Least `seconds` at which the next copy is asked for: the last has paid off then, or is tried again."""
     released_seq: int = -1
-    """The operation up to which the log has dropped the requests."""
-    _whole_from: int = 0
+    """The operation up to which the log has dropped the requests, or is going to."""
+    whole_from: int = 0
     """The first state since which all events are there."""
+    added: set[int] = field(default_factory=set)
+    """Numbers of the events that are not in the journal."""
+    removed: set[int] = field(default_factory=set)
+    """Numbers of those that the journal still has, though they are gone."""
+    _next: int = 0
+
+    @property
+    def events(self) -> list[Event]:
+        """What has happened since the first of `kept`, in order."""
+        return list(self.numbered.values())
 
     @property
     def needed_from(self) -> Mark:
@@ -149,15 +164,30 @@ class History:
         return needed[0].mark if needed else self.mark()
 
     def add(self, event: Event) -> None:
-        if event.state >= self._whole_from:
-            self.events.append(event)
+        if event.state >= self.whole_from:
+            self.numbered[self._next] = event
+            self.added.add(self._next)
+            self._next += 1
+
+    def restored(self, events: dict[int, Event]) -> None:
+        """Take in the events that the journal has."""
+        self.numbered, self._next = events, max(events, default=-1) + 1
+
+    def _drop(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self.numbered[number]
+            if number in self.added:
+                self.added.remove(number)
+            else:
+                self.removed.add(number)
 
     def step(self, seq_id: int, event: Stepped) -> None:
         """Add a step that was applied, which leaves another state."""
         self.add(event)
         self.state, self.stepped_seq = self.state + 1, seq_id
         if not self.kept and self.copying is None:
-            self.events, self._whole_from = [], self.state
+            self._drop(list(self.numbered))
+            self.whole_from = self.state
 
     def mark(self) -> Mark:
         """Return the place where the history is now."""
@@ -172,17 +202,24 @@ class History:
     def loaded(self, source: Saved, seq_id: int) -> None:
         """Begin anew: the model was replaced by a checkpoint."""
         self.state, self.stepped_seq = self.state + 1, seq_id
-        self.kept, self.events, self.copying = [Kept(source, self.mark())], [], None
+        self.kept, self.copying = [Kept(source, self.mark())], None
+        self._drop(list(self.numbered))
 
     def forget_gradients(self) -> None:
         """Forget the passes of the open step: their gradients are cleared, or will be."""
-        self.events = [each for each in self.events if not (isinstance(each, Passed) and each.state == self.state)]
+        self._drop(
+            [number for number, each in self.numbered.items() if isinstance(each, Passed) and each.state == self.state]
+        )
 
     def forget_save(self, command: Command) -> None:
         """Forget a save: it has ended."""
-        self.events = [
-            each for each in self.events if not (isinstance(each, CopiedForSave) and each.command == command)
-        ]
+        self._drop(
+            [
+                number
+                for number, each in self.numbered.items()
+                if isinstance(each, CopiedForSave) and each.command == command
+            ]
+        )
 
     def keep(self, kept: Kept) -> None:
         """Take in that a state was kept, unless it is older than the newest, or events behind it are gone.
@@ -190,12 +227,13 @@ class History:
         Files of the same state take the place of those before, which may have been overwritten.
         """
         newest = self.kept[-1] if self.kept else None
-        if kept.mark.state < self._whole_from or (newest is not None and kept.mark.state < newest.mark.state):
+        if kept.mark.state < self.whole_from or (newest is not None and kept.mark.state < newest.mark.state):
             return
         if newest is not None and kept.mark.state == newest.mark.state and isinstance(newest.source, Saved):
             self.kept.pop()
         self.kept = [*self.kept, kept][-MOST_KEPT:]
-        self.events = self.since(self.kept[0])
+        first = self.kept[0].mark.state
+        self._drop([number for number, each in self.numbered.items() if each.state < first])
 
     def pass_over(self, damaged: Kept) -> None:
         """Forget a state whose files cannot be used."""
@@ -203,8 +241,9 @@ class History:
 
     def give_up(self) -> None:
         """Keep nothing of it: a replay would take too long, and there is no place for a copy."""
-        self.kept, self.copying, self.events = [], None, []
-        self._whole_from = self.state + 1  # passes of the open step are forgotten too
+        self.kept, self.copying = [], None
+        self._drop(list(self.numbered))
+        self.whole_from = self.state + 1  # passes of the open step are forgotten too
 
     def since(self, kept: Kept) -> list[Event]:
         return [each for each in self.events if each.state >= kept.mark.state]

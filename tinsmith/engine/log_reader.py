@@ -1,11 +1,18 @@
-"""Reads new commands from the log, and gives them to the scheduler."""
+"""Reads new commands from the log, and gives them to the scheduler; first what the engine before has left."""
 
+import logging
 from dataclasses import dataclass, field
 
+from tinsmith.engine.journal import restored
 from tinsmith.engine.scheduler import OperationScheduler
+from tinsmith.errors import TinsmithError
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.serving import EndSession, Wake
-from tinsmith.store.records import Outcome
+from tinsmith.store import ids
+from tinsmith.store.records import Outcome, StoredHistory
 from tinsmith.store.store import Store
+
+log = logging.getLogger(__name__)
 
 READ_AT_ONCE = 1000
 """Commands taken from the log in one read."""
@@ -23,11 +30,40 @@ class LogReader:
     reads_all: bool = True
     """Whether other models than `unread` may have new commands too."""
     ended_sessions: list[EndSession] = field(default_factory=list)
+    has_taken_over: bool = False
+    """Whether the models of the engine before are known."""
+
+    def take_over(self) -> None:
+        """Let the models of the engine before come back, as soon as there are workers.
+
+        Raises StoreUnavailableError. A model whose journal is not whole is lost.
+        """
+        self.store.take_over()
+        for stored in self.store.histories():
+            failures: list[TinsmithError] = []
+            with failing_into(failures.append):
+                self._take_over(stored)
+            for error in failures:
+                self.scheduler.crash_recovery.lost[stored.model_id] = f"the engine ended, and {error}"
+        self.has_taken_over = True
+
+    def _take_over(self, stored: StoredHistory) -> None:
+        state, forward, under_way = restored(stored)
+        scheduler, model_id = self.scheduler, stored.model_id
+        log.info("model %s is to come back", model_id, extra={"model": model_id})
+        scheduler.models[model_id] = state
+        scheduler.crash_recovery.waiting[model_id] = stored.comebacks
+        for operation in forward:
+            scheduler.forward.operations.add(operation)
+        if under_way:
+            self.filed[model_id] = under_way
+        if stored.session_is_over:
+            self.ended_sessions.append(EndSession(ids.session_of(model_id), save=True))
 
     @property
     def has_news(self) -> bool:
         """Whether a `read` would do something."""
-        return bool(self.unread or self.reads_all or self.ended_sessions)
+        return self.has_taken_over and bool(self.unread or self.reads_all or self.ended_sessions)
 
     def wake(self, message: Wake) -> None:
         self.unread.update(message.models)

@@ -6,7 +6,6 @@ or a file: it sleeps on its sockets, and handles at once whatever arrives.
 
 import logging
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -53,7 +52,7 @@ from tinsmith.protocol.serving import (
 )
 from tinsmith.protocol.work import WorkerReady
 from tinsmith.store.database import BUSY_S
-from tinsmith.store.files import KEPT_DIR, CheckpointFiles
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import LOCAL, Command, CommandKind, Outcome
 from tinsmith.store.store import Store
 
@@ -202,13 +201,12 @@ class Engine:
         self.workers = workers
         heartbeat.worker_busy_s = 0.0
         self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
-        # Of models that ended with the engine before
-        shutil.rmtree(Path(config.data_dir) / KEPT_DIR, ignore_errors=True)
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         models = ModelStates(workers.send)
-        operations = Operations(config, CheckpointRows(self.store, files), lambda: self.workers.models, models)
         self.recorder = Recorder(self.store, self._recorded, config.training.max_unrecorded_mib * 2**20)
-        self.scheduler = OperationScheduler(config, workers.count, operations, self.recorder.record, workers.send)
+        rows, record = CheckpointRows(self.store, files), self.recorder.record
+        operations = Operations(config, rows, lambda: self.workers.models, models, record)
+        self.scheduler = OperationScheduler(config, workers.count, operations, record, workers.send)
         self.log_reader = LogReader(self.store, self.scheduler)
         self.status = StatusBoard(self.scheduler, workers)
         self.lost: dict[str, str] = {}
@@ -281,7 +279,7 @@ class Engine:
 
     def _tell_ready(self) -> None:
         """Tell the server once that the workers take work, when all models and their snapshots are back."""
-        is_back = not (self.lost or self.scheduler.crash_recovery.waiting)
+        is_back = self.log_reader.has_taken_over and not (self.lost or self.scheduler.crash_recovery.waiting)
         if self.workers.is_ready and is_back and not self._is_told_ready:
             self._is_told_ready = True
             self.link.send(Ready([facts.to_dict() for facts in self.workers.models.values()]))
@@ -291,6 +289,9 @@ class Engine:
     def turn(self) -> None:
         """Read new commands, give the worker what is due, and record what has ended."""
         self.recorder.flush()
+        if not self.log_reader.has_taken_over and self.reading.wait_s == 0:
+            with self._tried_later("models wait"):
+                self.log_reader.take_over()
         self._record_lost()
         if self.log_reader.has_news and not self.has_lost and self.reading.wait_s == 0:
             with self._tried_later("new operations wait"):
@@ -381,4 +382,4 @@ class Engine:
             self.receive(min(self.patience(), DATABASE_BUSY_S))
             self.recorder.flush()
         for model_id in self.scheduler.crash_recovery.waiting:
-            log.error("model %s could not be saved and is lost: its worker had just ended", model_id)
+            log.warning("model %s could not be saved; it comes back with the next server", model_id)

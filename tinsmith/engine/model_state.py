@@ -31,6 +31,8 @@ class LoadedModel:
     """seq_id of the newest optim_step that is finished, whether it was applied or has failed."""
     told_of_empty_step: bool = False
     """The log has been told that it took a step without gradients."""
+    journaled: dict[str, Any] | None = None
+    """What the journal says of it beside the events; None if it is not there."""
 
     @property
     def has_gradients(self) -> bool:

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.work import CreateModel, ExportModel, OptimStep, SaveModel, TakeSnapshot
 from tinsmith.store import ids
-from tinsmith.store.records import REJECTED, Command
+from tinsmith.store.records import REJECTED, Command, HistoryChange
 from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.training_requests import (
     OPERATIONS,
@@ -43,16 +43,21 @@ log = logging.getLogger(__name__)
 
 
 class Operations:
-    """Starts operations. `facts` are those of the base models that the workers serve."""
+    """Starts operations. `facts` are those of the base models that the workers serve; `record` is `Recorder.record`."""
 
     def __init__(
-        self, config: Config, rows: CheckpointRows, facts: Callable[[], Mapping[str, ModelFacts]], models: ModelStates
+        self,
+        config: Config,
+        rows: CheckpointRows,
+        facts: Callable[[], Mapping[str, ModelFacts]],
+        models: ModelStates,
+        record: Callable[[Sequence[HistoryChange]], None],
     ) -> None:
         self.config = config
         self.store = rows.store
         self.facts = facts
         self.models = models
-        self.copies = Copies(config, self.store, models)
+        self.copies = Copies(config, models, record)
         self.next_number = itertools.count(1).__next__
         self.checkpoints = CheckpointOperations(config, rows, models, facts, self.next_number)
 
@@ -71,13 +76,13 @@ class Operations:
             case OptimStepRequest():
                 return self._optim_step(command, request.adam_params)
             case SaveWeightsRequest():
-                return self.checkpoints.save(request)
+                return self.checkpoints.save(command, request)
             case SaveWeightsForSamplerRequest(path=None):
                 return self._snapshot(command, request)
             case SaveWeightsForSamplerRequest():
-                return self.checkpoints.save_for_sampler(request)
+                return self.checkpoints.save_for_sampler(command, request)
             case SaveWeightsExternalRequest():
-                return self.checkpoints.save_external(request)
+                return self.checkpoints.save_external(command, request)
             case CreateFromCheckpointRequest():
                 return self.checkpoints.create(command.model_id, request)
             case LoadWeightsRequest():
@@ -91,7 +96,8 @@ class Operations:
         seed = _seed_of(model_id) if lora.seed is None else lora.seed
         shape = LoraShape(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
         found = yield CreateModel(self.next_number(), base_model, model_id, asdict(shape))
-        model = LoadedModel(model_id, base_model, shape, History([Kept(Fresh(shape), Mark())]))
+        seeded = Fresh(shape, found["base_fingerprint"] or "")
+        model = LoadedModel(model_id, base_model, shape, History([Kept(seeded, Mark())]))
         self.models[model_id].loaded = model
         self.copies.announce(model)
         return Ended({"model_id": model_id, "type": "create_model"}, {"seed": seed} | found)
@@ -99,9 +105,9 @@ class Operations:
     def _optim_step(self, command: Command, adam: AdamParams) -> Steps[Ended]:
         model = self.models.require(command.model_id)
         if model.spoiled:
-            reason, model.spoiled = model.spoiled, None
             raise UserError(
-                f"the step was refused and the gradients are cleared, because an operation before it failed: {reason}"
+                "the step was refused and the gradients are cleared, because an operation before it failed: "
+                f"{model.spoiled}"
             )
         settings = AdamSettings(
             adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm
@@ -206,6 +212,7 @@ class StepwiseOperations:
     def answered(self, number: int, answer: "dict[str, object] | TinsmithError") -> None:
         """Go on with the operation that waits for this call, if it has not ended."""
         if (running := self.models.in_call(number)) is not None:
+            self.outcomes.catch_up()
             self._go_on(running, answer)
 
     def copied(self, number: int) -> None:
@@ -232,6 +239,10 @@ class StepwiseOperations:
         with failing_into(partial(self._not_saved_again, command), StoreUnavailableError):
             running = Running(command.model_id, self.operations.start(command, self.operations.read(command)), command)
             call = running.step(None)
+            if isinstance(call, Ended):  # it has its row, and only its outcome was not recorded
+                self.models.require(command.model_id).history.forget_save(command)
+                self.outcomes.ended(command, running, call)
+                return
             assert isinstance(call, SaveModel | ExportModel)
             running.has_begun, running.in_call, running.copied = True, call.number, event.mark
             yield call
@@ -302,6 +313,7 @@ class StepwiseOperations:
 
     def try_again(self) -> list[ModelState]:
         """Go on with what waits for the database; returns the models that were put off."""
+        self.outcomes.catch_up()
         unrecorded = [state for state in self.models.values() if state.waits_for_row]
         put_off = [state for state in self.models.values() if state.is_put_off]
         for state in put_off:

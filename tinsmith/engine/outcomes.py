@@ -9,14 +9,15 @@ from functools import partial
 
 import orjson
 
+from tinsmith.engine.journal import change_of
 from tinsmith.engine.model_state import Ended, ModelStates, Running
 from tinsmith.engine.passes import ForwardOperation
-from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
+from tinsmith.errors import EngineUnavailableError, GivenUpError, StoreUnavailableError, TinsmithError
 from tinsmith.observing.metrics import OPERATION_SECONDS, OPERATIONS, TRAINED_TOKENS
 from tinsmith.observing.spans import OPERATIONS as OF_OPERATIONS
 from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.boundary import failing_into
-from tinsmith.store.records import LOCAL, Command, Outcome
+from tinsmith.store.records import LOCAL, Command, HistoryChange, Outcome
 from tinsmith.store.store import Store
 from tinsmith.wire.forward_backward import encode_output
 
@@ -28,11 +29,13 @@ class Outcomes:
     """Tells how operations have ended. `record` takes it and does not fail (`Recorder.record`)."""
 
     models: ModelStates
-    record: Callable[[list[Outcome]], None]
+    record: Callable[[Sequence[Outcome | HistoryChange]], None]
     tenant_of: Callable[[str], str] = lambda _: LOCAL
     """Tells the tenant of a model."""
     gpu_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of devices by model, until the next outcome of the model takes them along."""
+    take_complete: Callable[[], Sequence[ForwardOperation]] = tuple
+    """Gives forward work that is computed and not recorded."""
     suspects: Counter[str] = field(default_factory=Counter)
     """How often workers have ended while each operation was under way that is computed again."""
 
@@ -42,6 +45,11 @@ class Outcomes:
         for operation in operations:
             with failing_into(partial(self.fail, operation.command, touches_step=operation.backward)):
                 encoded[operation] = replace(_outcome(operation), gpu_seconds=self._unpaid(operation.command.model_id))
+        for operation, outcome in encoded.items():
+            model = self.models.find(operation.command.model_id)
+            if model is not None and operation.backward:
+                model.added_seq = operation.command.seq_id
+            encoded[operation] = replace(outcome, history=self._change(operation.command.model_id))
         self.record(list(encoded.values()))
         for operation in encoded:
             self.suspects.pop(operation.command.request_id, None)
@@ -49,16 +57,22 @@ class Outcomes:
                 TRAINED_TOKENS.labels(operation.base_model).inc(operation.tokens)
                 if (state := self.models.get(operation.command.model_id)) is not None:
                     state.trained_tokens += operation.tokens
-                    if state.loaded is not None:
-                        state.loaded.added_seq = operation.command.seq_id
             detail = f"loss={operation.loss:.6g}"
             self._tell_finished(operation.command, operation.started_at, operation.tokens, detail)
+
+    def catch_up(self) -> None:
+        """Record forward work that is computed, before anything changes its model behind it."""
+        self.computed(self.take_complete())
 
     def ended(self, command: Command, running: Running, ended: Ended) -> None:
         """Record the result of an operation that is no forward work."""
         self.suspects.pop(command.request_id, None)
         result, seconds = orjson.dumps(ended.result), self._unpaid(command.model_id)
-        self.record([Outcome(command.request_id, result, "json", None, None, ended.resolved, gpu_seconds=seconds)])
+        history = self._change(command.model_id)
+        resolved = ended.resolved
+        self.record(
+            [Outcome(command.request_id, result, "json", None, None, resolved, gpu_seconds=seconds, history=history)]
+        )
         metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
         self._tell_finished(command, running.started_at, tokens=0, detail=metrics)
 
@@ -71,13 +85,17 @@ class Outcomes:
         if isinstance(error, GivenUpError) and state is not None and state.ending:
             state.cancelled.append(command)
             return
+        self.catch_up()
         self.suspects.pop(command.request_id, None)
         if touches_step:
             self.models.after_failure(command, str(error))
-        seconds = self._unpaid(command.model_id)
-        self.record([Outcome(command.request_id, None, None, str(error), error.category, gpu_seconds=seconds)])
+        seconds, history = self._unpaid(command.model_id), self._change(command.model_id)
+        reason = str(error)
+        self.record(
+            [Outcome(command.request_id, None, None, reason, error.category, gpu_seconds=seconds, history=history)]
+        )
         OPERATIONS.labels(command.kind, error.category).inc()
-        self._note(command, 0.0, max(0.0, time.time() - command.created_at), outcome=error.category, error=str(error))
+        self._note(command, 0.0, max(0.0, time.time() - command.created_at), outcome=error.category, error=reason)
         log.warning(
             "failed model=%s seq_id=%d kind=%s: %s",
             command.model_id,
@@ -86,6 +104,10 @@ class Outcomes:
             error,
             extra=self._ids(command),
         )
+
+    def _change(self, model_id: str) -> HistoryChange | None:
+        model = self.models.find(model_id)
+        return None if model is None else change_of(model)
 
     def _unpaid(self, model_id: str) -> float:
         """Seconds of devices for passes of a model that no outcome has yet."""
@@ -181,18 +203,22 @@ class Recorder:
     store: Store
     tell: Callable[[Outcome], None]
     limit_bytes: float
-    waiting: list[Outcome] = field(default_factory=list)
-    """Outcomes that are not in the log, oldest first."""
+    waiting: list[Outcome | HistoryChange] = field(default_factory=list)
+    """What is not in the log, oldest first."""
     backoff: Backoff = field(default_factory=Backoff)
 
     @property
     def is_full(self) -> bool:
         """Whether so much waits that no more work should be started."""
-        held = sum(len(outcome.result or b"") + len(outcome.error or "") for outcome in self.waiting)
+        outcomes = [each for each in self.waiting if isinstance(each, Outcome)]
+        held = sum(len(outcome.result or b"") + len(outcome.error or "") for outcome in outcomes)
         return bool(self.waiting) and held >= self.limit_bytes
 
-    def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Record outcomes behind those that wait, now or later. Raises nothing that the database raises."""
+    def record(self, outcomes: Sequence[Outcome | HistoryChange]) -> None:
+        """Record outcomes behind those that wait, now or later. Raises nothing that the database raises.
+
+        Raises EngineUnavailableError if another engine has taken over.
+        """
         was_full = self.is_full
         self.waiting += outcomes
         self.flush()
@@ -207,8 +233,8 @@ class Recorder:
         if not self.waiting or self.backoff.wait_s > 0:
             return
         left = self._left_over(self.waiting)
-        waiting = {outcome.request_id for outcome in left}
-        recorded = [outcome for outcome in self.waiting if outcome.request_id not in waiting]
+        waiting = set(map(id, left))
+        recorded = [outcome for outcome in self.waiting if id(outcome) not in waiting]
         self.waiting = left
         if left:
             self.backoff.failed()
@@ -216,18 +242,38 @@ class Recorder:
             self.backoff.succeeded()
             log.info("the database has taken %d outcomes that waited for it", len(recorded))
         for outcome in recorded:
-            self.tell(outcome)
+            if isinstance(outcome, Outcome):
+                self.tell(outcome)
 
-    def _left_over(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Record outcomes in one transaction, or each alone if one cannot be; returns those that are not in the log."""
+    def _left_over(self, outcomes: list[Outcome | HistoryChange]) -> list[Outcome | HistoryChange]:
+        """Record outcomes in one transaction, or each alone if one cannot be; returns those that are not in the log.
+
+        Those of one model stay in their order: each changes the history that the ones before have left.
+        """
         try:
             self.store.record(outcomes)
+        except EngineUnavailableError:
+            raise
         except StoreUnavailableError as error:
             log.warning("%d outcomes wait for the database: %s", len(outcomes), error)
             return outcomes
         except Exception:
-            if len(outcomes) > 1:
-                return [outcome for single in outcomes for outcome in self._left_over([single])]
-            log.exception("the outcome of %s cannot be recorded; it is tried again", outcomes[0].request_id)
-            return outcomes
+            if len(outcomes) == 1:
+                log.exception("the outcome of %s cannot be recorded; it is tried again", _name_of(outcomes[0]))
+                return outcomes
+            left: list[Outcome | HistoryChange] = []
+            for single in outcomes:
+                if _model_of(single) in map(_model_of, left):
+                    left.append(single)
+                else:
+                    left += self._left_over([single])
+            return left
         return []
+
+
+def _name_of(recorded: Outcome | HistoryChange) -> str:
+    return recorded.request_id if isinstance(recorded, Outcome) else f"the history of {recorded.model_id}"
+
+
+def _model_of(recorded: Outcome | HistoryChange) -> str:
+    return recorded.request_id.rpartition("/")[0] if isinstance(recorded, Outcome) else recorded.model_id

@@ -47,6 +47,8 @@ class ForwardOperation:
     """The worker's measurements; None while it prepares the operation."""
     in_pass: set[int] = field(default_factory=set)
     results: dict[int, DatumOutput] = field(default_factory=dict)
+    in_journal: set[int] = field(default_factory=set)
+    """Datums that the engine before had results of: the replay of their passes gives them again."""
     failures: list[TinsmithError] = field(default_factory=list)
     """Errors of its datums. Then no more of it is computed, and it ends when none of it is in a pass any more."""
     started_at: float = field(default_factory=time.monotonic)
@@ -79,7 +81,12 @@ class ForwardOperation:
     @property
     def is_at_worker(self) -> bool:
         """Whether the worker is doing something for it."""
-        return self.prepared is None or bool(self.in_pass)
+        return (self.prepared is None and not self.in_journal) or bool(self.in_pass)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether gradients of it are in the model, or will be when that is back."""
+        return bool(self.results or self.in_journal)
 
     @property
     def has_begun(self) -> bool:
@@ -122,6 +129,12 @@ class Piece:
         """Whether all workers compute it together, each a slice of its tokens."""
         assert self.operation.prepared is not None
         return self.index in self.operation.prepared.together
+
+    @property
+    def routed(self) -> int:
+        """Tokens of it whose experts are given."""
+        assert self.operation.prepared is not None
+        return self.operation.prepared.routed[self.index] if self.operation.prepared.routed else 0
 
     @property
     def pixels(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ Outcomes were recorded the first time, and are not recorded again.
 """
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from math import isclose
 from typing import Any
@@ -17,6 +17,7 @@ from tinsmith.engine.history import CopiedForSave, Kept, Passed, Published, Step
 from tinsmith.engine.model_state import LoadedModel
 from tinsmith.errors import StoreUnavailableError, TinsmithError
 from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Call, Drop, OptimStep, PassDone, Prepare, Prepared, RunPass, TakeSnapshot, error_of
 from tinsmith.store.records import Command
@@ -42,6 +43,8 @@ class Replay:
     next_number: Callable[[], int]
     send: Callable[[Message], None]
     save_again: Callable[[CopiedForSave], Replaying]
+    facts: Callable[[], Mapping[str, ModelFacts]]
+    """Of the base models that the workers serve."""
 
     def bring_back(self, model: LoadedModel) -> Replaying:
         """Bring a model back.
@@ -49,14 +52,14 @@ class Replay:
         Raises TinsmithError if that cannot be; StoreUnavailableError if it cannot be now, and may begin anew.
         """
         kept = yield from self._restored(model)
-        prepared: dict[str, Command] = {}
+        prepared: dict[str, Prepared] = {}
         try:
             yield from self._replayed(model, kept, prepared)
         finally:
             self._drop(prepared)
         yield from self._prepared_again(model)
 
-    def _replayed(self, model: LoadedModel, kept: Kept, prepared: dict[str, Command]) -> Replaying:
+    def _replayed(self, model: LoadedModel, kept: Kept, prepared: dict[str, Prepared]) -> Replaying:
         """Do again what has happened since a state was kept; `prepared` are the operations that the workers hold."""
         for event in model.history.since(kept):
             match event:
@@ -74,6 +77,10 @@ class Replay:
     def _restored(self, model: LoadedModel) -> Generator[Asked, Any, Kept]:
         """Load the newest state whose files are whole; raises what is wrong with the last that was tried."""
         history = model.history
+        if model.base_model not in self.facts():
+            raise TinsmithError(
+                f"base model {model.base_model!r} is not served any more; start the server with it (--base-model)"
+            )
         while True:
             kept, failures = history.kept[-1], list[TinsmithError]()
             with failing_into(failures.append, StoreUnavailableError):
@@ -85,11 +92,16 @@ class Replay:
             log.error("%s cannot be used, the state before it is taken: %s", kept.source, failures[0])
             history.kept.remove(kept)
 
-    def _passed(self, model: LoadedModel, event: Passed, prepared: dict[str, Command]) -> Replaying:
-        for command, _ in event.pieces:
+    def _passed(self, model: LoadedModel, event: Passed, prepared: dict[str, Prepared]) -> Replaying:
+        for place, (command, index) in enumerate(event.pieces):
             if command.request_id not in prepared:
-                yield self._prepare(model, command)
-                prepared[command.request_id] = command
+                prepared[command.request_id] = yield self._prepare(model, command)
+            routed = prepared[command.request_id].routed
+            if (routed[index] if routed else 0) != (event.routed[place] if event.routed else 0):
+                raise TinsmithError(
+                    f"datum {index} of {command.request_id} followed the experts that had sampled it, and these are "
+                    "known no more (--recorded-routes-gib; they end with the engine)"
+                )
         pieces = [(command.request_id, index) for command, index in event.pieces]
         number = self.next_number()
         done: PassDone = yield RunPass(
@@ -98,6 +110,7 @@ class Replay:
         for request_id, index, error_type, reason in done.failures:
             error = error_of(error_type, reason)
             raise type(error)(f"datum {index} of {request_id} was computed before, and now failed: {error}")
+        self.forward.take_again(model.model_id, done)
 
     def _stepped(self, model: LoadedModel, event: Stepped) -> Replaying:
         answer = yield OptimStep(self.next_number(), model.base_model, model.model_id, event.settings)
@@ -112,13 +125,14 @@ class Replay:
         for operation in list(self.forward.operations.get(model.model_id, ())):
             prepared: Prepared = yield self._prepare(model, operation.command)
             operation.number, operation.prepared = prepared.number, prepared
+        self.forward.complete_those_of(model.model_id)
 
     def _prepare(self, model: LoadedModel, command: Command) -> Prepare:
         digests = [digest.hex() for digest in command.image_digests]
         payload = self.store.payload(command)
         return Prepare(self.next_number(), command.request_id, model.model_id, model.base_model, digests, payload)
 
-    def _drop(self, prepared: dict[str, Command]) -> None:
+    def _drop(self, prepared: dict[str, Prepared]) -> None:
         """Let the workers forget operations that are replayed."""
         if prepared:
             self.send(Drop(list(prepared)))

@@ -6,7 +6,7 @@ other models go on.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachetools import LRUCache
@@ -25,7 +25,7 @@ from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Answer, CallFailed, Copied, CopyEnded, PassDone, Prepared, PrepareFailed, error_of
 from tinsmith.store import ids
-from tinsmith.store.records import LOCAL, Command, Outcome
+from tinsmith.store.records import LOCAL, Command, HistoryChange, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class OperationScheduler:
         config: Config,
         workers: int,
         operations: Operations,
-        record: Callable[[list[Outcome]], None],
+        record: Callable[[Sequence[Outcome | HistoryChange]], None],
         send: Callable[[Message], None],
     ) -> None:
         """A pass is divided among `workers`."""
@@ -66,9 +66,12 @@ class OperationScheduler:
             operations.copies.passed,
             paid=self.outcomes.gpu_seconds,
         )
+        self.outcomes.take_complete = self.forward.take_complete
         self.unloading = Unloading(self.models, self.sessions, operations.store, self.forward, self.outcomes)
         self.stepwise = StepwiseOperations(self.models, operations, self.outcomes, self.unloading, self.waits, send)
-        replay = Replay(self.forward, operations.store, operations.next_number, send, self.stepwise.save_again)
+        replay = Replay(
+            *(self.forward, operations.store, operations.next_number, send, self.stepwise.save_again, operations.facts)
+        )
         self.crash_recovery = CrashRecovery(
             self.models, self.forward, self.outcomes, replay, self.unloading.forget, send
         )
@@ -148,7 +151,7 @@ class OperationScheduler:
         if tries_again:
             self.stepwise.try_again()
         for state in [state for state in self.models.values() if state.queue.head() is not None]:
-            if not state.is_put_off and state.model_id not in self.crash_recovery.waiting:
+            if not state.is_put_off and not self.crash_recovery.holds(state.model_id):
                 self._advance(state)
         self.forward.send_passes({*self.models.put_off, *self.crash_recovery.waiting})
         self.outcomes.computed(self.forward.take_complete())
@@ -217,11 +220,12 @@ class OperationScheduler:
         An optim_step among them clears the gradients, so passes of its model that are under way must have ended.
         """
         before = time.monotonic() - self.held_s
+        self.outcomes.catch_up()
         for command, missing in [overdue for state in self._not_begun for overdue in state.queue.overdue(before)]:
             waited = (
                 f"seq_id {missing} never came; this operation, seq_id {command.seq_id}, waited {self.held_s:g} s for it"
             )
-            self.outcomes.fail(command, UserError(waited))
             # What is missing may belong to the step that is open now; an optim_step has ended it
             if command.kind != "optim_step":
                 self.models.spoil_step(command.model_id, waited)
+            self.outcomes.fail(command, UserError(waited), touches_step=command.kind == "optim_step")

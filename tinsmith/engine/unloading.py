@@ -41,7 +41,7 @@ class Unloading:
         self.models.unload(state)
         self.forget(state.model_id)
         with suppress(StoreUnavailableError):  # they go with their session then
-            self.store.release(state.model_id)
+            self.store.end_history(state.model_id)
 
     def fail_cancelled(self, state: ModelState, error: TinsmithError | None = None) -> None:
         """Fail what is not run any more of a model; by default with what became of the model."""

@@ -5,7 +5,6 @@ gradients. All are started again.
 """
 
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.place import Place, meeting_at
 from tinsmith.protocol.serving import Starting, Status
 from tinsmith.protocol.work import DropFiles, WorkerReady
-from tinsmith.store.files import SNAPSHOTS_DIR
 
 STAND_BY_S = 5.0
 """Seconds after workers became ready until others stand by: importing libraries takes time from the first steps."""
@@ -52,8 +50,6 @@ class WorkerGroup:
 
         `engine` is woken up by what the workers say. Without a `launcher` they are children of this process.
         """
-        # Of models that ended with the engine before
-        shutil.rmtree(Path(config.data_dir) / SNAPSHOTS_DIR, ignore_errors=True)
         self.config = config
         self.launcher = launcher or Launcher()
         configs = [_config_of(config, rank, count, self.launcher.gpus_by_number) for rank in range(count)]

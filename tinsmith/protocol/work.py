@@ -61,6 +61,8 @@ class Prepared(Message):
     """Pixels of each datum's images that are still to be decoded, by digest (hexadecimal)."""
     together: list[int] = field(default_factory=list)
     """Indices of datums longer than one worker computes, which all are to compute together."""
+    routed: list[int] = field(default_factory=list)
+    """Tokens of each datum whose experts are given; empty if there are none."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class CreateModel(Message):
     model_id: str
     shape: dict[str, Any]
     """Fields of `LoraShape`."""
+    fingerprint: str = ""
+    """Of the weights that the base model must have; empty for any."""
 
 
 @dataclass(frozen=True)

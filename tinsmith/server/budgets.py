@@ -9,14 +9,15 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tinsmith.errors import BackpressureError, StoreUnavailableError, UserError, reported
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.tenants import Caller
-from tinsmith.store.records import ApiKey, Used
+from tinsmith.store import ids
+from tinsmith.store.records import ApiKey, Unfinished, Used
 from tinsmith.store.usage import DAY_S, Owned, add_usage, used_between
 
 log = logging.getLogger(__name__)
@@ -148,10 +149,19 @@ class Budgets:
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.create_task(self._flush_later())
 
-    def release_all(self) -> None:
-        """End all requests: the engine has ended."""
-        for request_id in list(self._reserved):
+    def replace(self, unfinished: Collection[Unfinished]) -> None:
+        """Keep what these reserve, which an engine that has ended has left, and read again what was used today.
+
+        Those that came to a server before reserve nothing; what they use counts when they end.
+        """
+        left = {each.request_id: each for each in unfinished}
+        for request_id in self._reserved.keys() - left.keys():
             self.release(request_id)
+        for request_id in left.keys() - self._reserved.keys():
+            each = left[request_id]
+            owner = each.tenant, each.base_model, ids.session_of(request_id)
+            self._reserved[request_id] = _Reserved(owner, 0, 0)
+        self._day = 0
 
     async def _flush_later(self) -> None:
         while self._unwritten:

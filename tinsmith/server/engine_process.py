@@ -354,7 +354,7 @@ class EngineProcess:
         log.error(
             (
                 "the engine has not ended or begun to save another model within shutdown_s=%g and is killed: "
-                "models are lost"
+                "the next one brings its models back"
             ),
             limit_s,
         )
@@ -362,6 +362,6 @@ class EngineProcess:
         await process.wait()
 
     def kill(self) -> None:
-        """End the engine at once. Its models are lost."""
+        """End the engine at once. The next one brings its models back."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()

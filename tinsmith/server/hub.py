@@ -1,6 +1,7 @@
 """State that the routes share."""
 
 import asyncio
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tinsmith.errors import EngineUnavailableError, NotFoundError, UserError
 from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.own_directory import boot_name
 from tinsmith.protocol.serving import (
     Done,
     EndSession,
@@ -40,7 +42,7 @@ from tinsmith.server.signatures import UrlSigner
 from tinsmith.server.tenants import Tenants
 from tinsmith.server.trace import Exporter, Trace
 from tinsmith.server.waiters import Waiters
-from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.files import CheckpointFiles, delete_copies_left
 from tinsmith.store.records import Checkpoint, Model, Outcome, Session, Used
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
@@ -106,6 +108,13 @@ def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
 
 # The state of a server, and how a route gets at it.
 
+
+def place_of(data_dir: Path) -> str:
+    """A name for this start of the machine and this data directory, with the files that are there and not synced."""
+    found = data_dir.stat()
+    return f"{boot_name() or uuid.uuid4().hex}:{found.st_dev}:{found.st_ino}"
+
+
 _KNOWN_MODELS = 4096
 
 
@@ -138,6 +147,8 @@ class Hub:
         self.bodies = LargeBodies(self.lifetimes.knows, config.log_format)
         self.queued = QueuedOperations(config.server)
         self._places = private_places(config, data_dir)
+        self._data_dir = data_dir
+        self._place = place_of(data_dir)
         self._known_models: LRUCache[str, str] = LRUCache(_KNOWN_MODELS)
         self._ended: dict[str, bool] = {}
         """Ended sessions that the engine does not know of, and whether it is to save their models."""
@@ -193,10 +204,12 @@ class Hub:
         await self._tell_ended()
 
     async def engine_absent(self, reason: str) -> None:
-        """Give up what was queued or running for an engine that is gone."""
-        await self.store.write(Store.fail_unfinished, reason)
-        self.queued.clear()
-        self.budgets.release_all()
+        """Give up what the next engine cannot go on with."""
+        models = await self.store.write(Store.fail_unfinished, reason, self._place)
+        await self.store.write(lambda _: delete_copies_left(self._data_dir, models))
+        unfinished = await self.store.read(Store.unfinished)
+        self.queued.replace(unfinished)
+        self.budgets.replace(unfinished)
         self.activity.clear()
         self._lose_samples()
 

@@ -219,7 +219,7 @@ async def _serve(
         signals.append(number)
         holds = hub.engine.takes_messages
         if stop.is_set():
-            log.warning("the server ends at once%s", ": models that are not saved yet are lost" if holds else "")
+            log.warning("the server ends at once%s", ": the next one brings its models back" if holds else "")
             http.force_exit = True
             hub.engine.kill()
         elif holds:

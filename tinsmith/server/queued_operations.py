@@ -6,13 +6,14 @@ for some five minutes, so the sequence gets no hole.
 
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Collection
 
 from cachetools import LRUCache
 
 from tinsmith.config import ServerConfig
 from tinsmith.errors import BackpressureError
 from tinsmith.store import ids
-from tinsmith.store.records import ApiKey
+from tinsmith.store.records import ApiKey, Unfinished
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ _KNOWN_MODELS = 4096
 
 
 class QueuedOperations:
-    """Bytes of payloads and images by request id. In memory: a server that starts has no queued operations."""
+    """Bytes of payloads and images by request id. In memory: those of a server before count without their images."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._limits = config.max_queued_mib * 2**20, config.max_queued_session_mib * 2**20
@@ -71,9 +72,7 @@ class QueuedOperations:
         if key is not None:
             self._tenants[request_id] = key.tenant
             self._of_tenant[key.tenant] += 1
-        self._sizes[request_id] = size
-        self._of_session[session_id] += size
-        self._of_model[model_id].add(seq_id)
+        self._count(request_id, size)
         return True
 
     def _check_parallel(self, key: ApiKey, most: int) -> None:
@@ -111,11 +110,21 @@ class QueuedOperations:
         if not self._of_session[session_id]:
             del self._of_session[session_id]
 
-    def clear(self) -> None:
-        """Forget everything: the engine has ended."""
-        self._sizes.clear()
-        self._tenants.clear()
-        self._of_tenant.clear()
-        self._of_session.clear()
-        self._of_model.clear()
-        self._ended.clear()
+    def replace(self, unfinished: Collection[Unfinished]) -> None:
+        """Count these alone, which an engine that has ended has left."""
+        sizes, tenants = dict(self._sizes), dict(self._tenants)
+        for counted in (self._sizes, self._tenants, self._of_tenant, self._of_session, self._of_model, self._ended):
+            counted.clear()
+        for each in unfinished:
+            self._count(each.request_id, sizes.get(each.request_id, each.size))
+            if each.request_id not in sizes or each.request_id in tenants:
+                self._tenants[each.request_id] = each.tenant
+                self._of_tenant[each.tenant] += 1
+        for model_id, seq_ids in self._of_model.items():
+            self._ended[model_id] = min(seq_ids) - 1
+
+    def _count(self, request_id: str, size: int) -> None:
+        model_id, _, seq_id = request_id.rpartition("/")
+        self._sizes[request_id] = size
+        self._of_session[ids.session_of(model_id)] += size
+        self._of_model[model_id].add(int(seq_id))

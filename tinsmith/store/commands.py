@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import (
@@ -27,10 +27,19 @@ from sqlalchemy import (
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.store import ids, usage
+from tinsmith.store import histories, ids, usage
 from tinsmith.store.database import Transactions
 from tinsmith.store.disk import oldest_beyond
-from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome, Used
+from tinsmith.store.records import (
+    REJECTED,
+    Command,
+    HistoryChange,
+    NewCommand,
+    Outcome,
+    StoredHistory,
+    Unfinished,
+    Used,
+)
 from tinsmith.store.schema import command_images, commands, models, sampling_sessions, sessions
 from tinsmith.store.sessions import (
     end_creation,
@@ -38,7 +47,6 @@ from tinsmith.store.sessions import (
     insert_model,
     insert_sampling_session,
     living_models,
-    lose_all_models,
     lose_model,
     refusal,
 )
@@ -68,6 +76,29 @@ _QUEUED = (
     .order_by(commands.c.seq_id)
     .limit(bindparam("limit"))
 )
+_SINCE = (
+    select(*_COMMAND, _IS_QUEUED)
+    .where(commands.c.model_id == bindparam("model"), commands.c.seq_id > bindparam("after"))
+    .order_by(commands.c.seq_id)
+)
+_NEVER_BEGUN = (
+    select(models.c.model_id)
+    .join_from(models, sessions)
+    .where(models.c.status == "creating", sessions.c.finished_at.is_(None))
+)
+_UNFINISHED = (
+    select(
+        commands.c.model_id, commands.c.seq_id, func.length(commands.c.payload), sessions.c.tenant, models.c.base_model
+    )
+    .join_from(commands, models, commands.c.model_id == models.c.model_id)
+    .join(sessions, models.c.session_id == sessions.c.session_id)
+    .where(_IS_QUEUED)
+    .order_by(commands.c.model_id, commands.c.seq_id)
+)
+_NOTE_SAVED = (
+    update(commands).where(commands.c.id == bindparam("command_id"), _IS_QUEUED).values(resolved=bindparam("saved"))
+)
+_SAVED = select(commands.c.resolved).where(commands.c.id == bindparam("command_id"))
 _PAYLOAD = select(commands.c.payload).where(commands.c.id == bindparam("command_id"))
 _FINISH = update(commands).where(
     commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), commands.c.status == "queued"
@@ -138,6 +169,15 @@ _LOSE_SNAPSHOTS = (
     )
     .values(gone=bindparam("reason"))
 )
+_WITH_SNAPSHOTS = (
+    select(sampling_sessions.c.model_id)
+    .where(
+        sampling_sessions.c.snapshot_id.is_not(None),
+        sampling_sessions.c.model_id.is_not(None),
+        sampling_sessions.c.gone.is_(None),
+    )
+    .distinct()
+)
 _STATUS = select(commands.c.status).where(_BY_KEY)
 _DIGEST_BYTES = 32
 
@@ -182,6 +222,34 @@ class CommandStore(Transactions):
             raise NotFoundError(f"operation {command.request_id} has ended, and what it was sent with is dropped")
         return bytes(found.payload)
 
+    def saved(self, command: Command) -> dict[str, Any] | None:
+        """What `note_saved` has noted of a save that has not ended."""
+        found = self._first(_SAVED, command_id=command.id)
+        return None if found is None else found.resolved
+
+    def histories(self) -> list[StoredHistory]:
+        """All models that can be brought back."""
+        with self.reading() as connection:
+            return [
+                StoredHistory(
+                    model_id,
+                    summary,
+                    comebacks,
+                    histories.events(connection, model_id),
+                    _operations(connection, model_id, summary["needed_from"]),
+                    is_over,
+                )
+                for model_id, summary, comebacks, is_over in histories.stored(connection)
+            ]
+
+    def unfinished(self) -> list[Unfinished]:
+        """All queued operations."""
+        with self.reading() as connection:
+            return [
+                Unfinished(ids.request_id(model_id, seq_id), size or 0, tenant, base_model)
+                for model_id, seq_id, size, tenant, base_model in connection.execute(_UNFINISHED)
+            ]
+
     def outcome(self, request_id: str) -> Outcome | None:
         row = self._find(_OUTCOME, request_id)
         return None if row is None else Outcome(request_id, *row)
@@ -217,7 +285,17 @@ def _queued(connection: Connection, model_id: str, known: Collection[int], limit
     return [_command(row) for row in rows]
 
 
+def _operations(connection: Connection, model_id: str, after: int) -> list[tuple[Command, bool]]:
+    rows = connection.execute(_SINCE, {"model": model_id, "after": after})
+    return [(_command(row[:-1]), bool(row[-1])) for row in rows]
+
+
 # ---- Parts of transactions
+
+
+def note_saved(connection: Connection, command: Command, saved: dict[str, Any]) -> None:
+    """Note that the checkpoint of a save has a row, in the transaction of that."""
+    connection.execute(_NOTE_SAVED, {"command_id": command.id, "saved": saved})
 
 
 def append(connection: Connection, new: NewCommand, now: float) -> bool:
@@ -255,9 +333,10 @@ def _digest(new: NewCommand) -> bytes:
     return new.digest or hashlib.sha256(new.payload).digest()
 
 
-def _command(row: Row[*tuple[Any, ...]]) -> Command:
+def _command(row: Sequence[Any]) -> Command:
     command_id, model_id, seq_id, kind, stored_bytes, beginning, created_at, digests = row
-    payload_bytes = unpacked_size(beginning or b"", stored_bytes)  # of an empty one SQLite gives null
+    # Of an empty payload SQLite gives null, and of one that is dropped every database
+    payload_bytes = unpacked_size(beginning or b"", stored_bytes or 0)
     each = range(0, len(digests or b""), _DIGEST_BYTES)
     return Command(
         command_id,
@@ -279,36 +358,68 @@ class Released:
     """Images that these commands no longer need."""
 
 
-def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep: bool) -> Released:
-    """Finish queued commands as `Store.record`; with `keep` payloads and images stay, and where an outcome says so."""
-    kept = 0
-    digests: list[bytes] = []
-    applied: dict[str, int] = {}
-    used: defaultdict[str, Used] = defaultdict(Used)
-    for outcome in outcomes:
+@dataclass(eq=False)
+class _Recording:
+    """What is recorded in one transaction."""
+
+    connection: Connection
+    now: float
+    keep: bool
+    applied: dict[str, int] = field(default_factory=dict)
+    used: defaultdict[str, Used] = field(default_factory=lambda: defaultdict(Used))
+    released: list[Released] = field(default_factory=list)
+
+    def finish(self, outcome: Outcome) -> bool:
+        """Finish a queued command; False if it is not queued any more."""
         key = ids.parse_request_id(outcome.request_id)
         if key is None:
             raise NotFoundError(f"{outcome.request_id!r} is not a request id")
         model_id, seq_id = key
-        finish = _FINISH_AND_LEAVE if outcome.replays else _FINISH_AND_KEEP if keep else _FINISH_AND_DROP
-        finished = connection.execute(finish, _finished(outcome, model_id, seq_id, now)).first()
+        finish = _FINISH_AND_LEAVE if outcome.replays else _FINISH_AND_KEEP if self.keep else _FINISH_AND_DROP
+        finished = self.connection.execute(finish, _finished(outcome, model_id, seq_id, self.now)).first()
         if finished is None:
-            continue
+            return False
         if outcome.tokens or outcome.gpu_seconds:
-            used[model_id] = used[model_id].plus(Used(trained_tokens=outcome.tokens, gpu_seconds=outcome.gpu_seconds))
+            more = Used(trained_tokens=outcome.tokens, gpu_seconds=outcome.gpu_seconds)
+            self.used[model_id] = self.used[model_id].plus(more)
         if outcome.error is None:
-            applied[model_id] = max(seq_id, applied.get(model_id, 0))
+            self.applied[model_id] = max(seq_id, self.applied.get(model_id, 0))
         if seq_id == 0:  # create_model, or load_weights into a new model
-            end_creation(connection, model_id, outcome.error is None)
-        if outcome.replays:
-            continue
-        if keep:
-            kept += finished.kept_bytes
-        else:
-            digests += _drop_references(connection, finished.id)
-    for model_id, seq_id in applied.items():
-        connection.execute(_APPLY, {"model": model_id, "seq": seq_id})
-    usage.add_of_models(connection, now, used)
+            end_creation(self.connection, model_id, outcome.error is None)
+        if not outcome.replays and self.keep:
+            self.released.append(Released(finished.kept_bytes))
+        elif not outcome.replays:
+            self.released.append(Released(0, _drop_references(self.connection, finished.id)))
+        return True
+
+    def change(self, history: HistoryChange) -> None:
+        histories.write(self.connection, history)
+        if history.released is not None:
+            self.released.append(release(self.connection, history.model_id, *history.released, self.keep))
+
+    def end(self) -> Released:
+        for model_id, seq_id in self.applied.items():
+            self.connection.execute(_APPLY, {"model": model_id, "seq": seq_id})
+        usage.add_of_models(self.connection, self.now, self.used)
+        return _together(self.released)
+
+
+def record(connection: Connection, outcomes: Iterable[Outcome | HistoryChange], now: float, keep: bool) -> Released:
+    """Finish queued commands as `Store.record`; with `keep` payloads and images stay, and where an outcome says so."""
+    recording = _Recording(connection, now, keep)
+    for outcome in outcomes:
+        if isinstance(outcome, HistoryChange):
+            recording.change(outcome)
+        elif recording.finish(outcome) and outcome.history is not None:
+            recording.change(outcome.history)
+    return recording.end()
+
+
+def _together(released: Iterable[Released]) -> Released:
+    kept, digests = 0, list[bytes]()
+    for each in released:
+        kept += each.kept_bytes
+        digests += each.digests
     return Released(kept, digests)
 
 
@@ -383,15 +494,28 @@ def used(connection: Connection) -> set[bytes]:
     return set(connection.execute(_USED).scalars())
 
 
-def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool) -> list[str]:
-    """Fail all that is queued, lose all living models and snapshots; returns the request ids that failed."""
-    for model_id in living_models(connection):
-        release(connection, model_id, -1, _ALL, keep)
-    lose_all_models(connection)
-    failed, _ = _fail_queued(connection, dict.fromkeys(_queued_models(connection), reason), now, keep)
-    living = sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None)
-    connection.execute(update(sampling_sessions).where(*living).values(gone=reason))
-    return [outcome.request_id for outcome in failed]
+def fail_unfinished(connection: Connection, reason: str, place: str, now: float, keep: bool) -> set[str]:
+    """Lose what cannot come back, as `Store.fail_unfinished`; returns the models that can."""
+    comebacks = histories.keep_only(connection, place)
+    if comebacks is None:
+        comebacks, reason = {}, f"{reason}, and its machine too, or the data directory was moved or copied"
+    never_begun = set(connection.execute(_NEVER_BEGUN).scalars())
+    with_snapshots = connection.execute(_WITH_SNAPSHOTS).scalars()
+    found = {*living_models(connection), *_queued_models(connection), *with_snapshots}
+    lost = dict.fromkeys(sorted(found - never_begun - comebacks.keys()), reason)
+    for model_id, times in comebacks.items():
+        if times >= histories.MOST_ENDS:
+            lost[model_id] = f"{reason} while the model was brought back, {times} times now"
+    histories.forget(connection, lost)
+    lose_models(connection, lost, now, keep)
+    left = set(_queued_models(connection))
+    if histories.note_start(connection, place, left_work=bool(left)):
+        again = f"{reason}, {histories.MOST_IDLE_STARTS} times now before an operation was done"
+        for model_id in left & comebacks.keys():
+            queued = _queued(connection, model_id, (), _ALL)
+            histories.spoil(connection, model_id, [(each.seq_id, each.kind) for each in queued], again)
+        _fail_queued(connection, dict.fromkeys(left, again), now, keep)
+    return comebacks.keys() - lost.keys()
 
 
 def lose_models(
@@ -407,8 +531,8 @@ def lose_models(
         all_released.append(release(connection, model_id, -1, _ALL, keep))
         lose_model(connection, model_id)
         connection.execute(_LOSE_SNAPSHOTS, {"model": model_id, "reason": reasons[model_id]})
-    kept = sum(each.kept_bytes for each in all_released)
-    return failed, Released(kept, [digest for each in all_released for digest in each.digests])
+    histories.forget(connection, reasons)
+    return failed, _together(all_released)
 
 
 def _fail_queued(

@@ -5,11 +5,12 @@ root. So the data directory can be moved, and the root changed.
 """
 
 import hashlib
+import json
 import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ CHECKPOINTS_DIR = "checkpoints"
 """Below a data directory, as the next two."""
 SNAPSHOTS_DIR = "snapshots"
 """Snapshots for which memory has no room."""
+SNAPSHOT_FILE = "snapshot.json"
+"""Says of which snapshot the files of a directory are."""
 KEPT_DIR = "kept_copies"
 """Copies that restore models after a crash."""
 ABOUT_FILE = "checkpoint.json"
@@ -44,6 +47,27 @@ _BLOCK_BYTES = 2**20
 def kept_copies(data_dir: Path, model_id: str) -> Path:
     """The place of a model's kept copies. A digest: clients choose parts of a model id."""
     return data_dir.resolve() / KEPT_DIR / hashlib.sha256(model_id.encode()).hexdigest()[:32]
+
+
+def copies_left(data_dir: Path, models: Collection[str]) -> Iterator[tuple[str, Path]]:
+    """Yield what is left of kept copies and snapshots of all but these models: what it is, and where."""
+    known = {kept_copies(data_dir, model_id).name for model_id in models}
+    for place in (data_dir / KEPT_DIR).glob("*"):
+        if place.stem not in known:
+            yield "kept copies of models", place
+    for place in {file.parent for file in (data_dir / SNAPSHOTS_DIR).rglob("*") if file.is_file()}:
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # of a damaged one nobody knows more
+            if json.loads((place / SNAPSHOT_FILE).read_text())["snapshot_id"].rpartition("/")[0] in models:
+                continue
+        yield "snapshots", place
+
+
+def delete_copies_left(data_dir: Path, models: Collection[str]) -> None:
+    """Delete kept copies and snapshots of all but these models."""
+    for _, place in list(copies_left(data_dir, models)):
+        shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
+        with suppress(OSError):  # others are in it
+            place.parent.rmdir()
 
 
 @contextmanager

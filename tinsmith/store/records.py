@@ -244,6 +244,50 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Unfinished:
+    """A queued operation, as budgets and limits count it."""
+
+    request_id: str
+    size: int
+    """Bytes of its payload."""
+    tenant: str
+    base_model: str
+
+
+@dataclass(frozen=True)
+class HistoryChange:
+    """What has changed in the history of a model (`engine/history.py`)."""
+
+    model_id: str
+    summary: dict[str, Any] | None = None
+    """All of it but the events; None if it is as it was."""
+    added: Sequence[tuple[int, dict[str, Any]]] = ()
+    """Events by their numbers."""
+    removed: Sequence[int] = ()
+    released: tuple[int, int] | None = None
+    """No replay needs the requests of finished operations behind the first of these seq_ids, up to the second."""
+    begins: bool = False
+    """Whether the model is new."""
+    ends: bool = False
+    """Whether it would be lost from now on, as there is no state of it."""
+    comebacks: int | None = None
+    """How often its recovery has begun and not ended."""
+
+
+@dataclass(frozen=True)
+class StoredHistory:
+    """A model that the next engine can bring back."""
+
+    model_id: str
+    summary: dict[str, Any]
+    comebacks: int
+    events: dict[int, dict[str, Any]]
+    operations: list[tuple[Command, bool]]
+    """All behind its oldest state, in order, and whether each is queued."""
+    session_is_over: bool
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The result or the error of an operation."""
 
@@ -262,7 +306,9 @@ class Outcome:
     gpu_seconds: float = 0.0
     """Seconds of devices for passes of its model, as far as they were known and no other operation has them."""
     replays: bool = False
-    """Whether its request stays until `Store.release`, because a replay after a crash may need it."""
+    """Whether its request stays until it is released, because a replay after a crash may need it."""
+    history: HistoryChange | None = None
+    """What it, and what came before it, has changed in the history of its model."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from sqlalchemy import (
 
 from tinsmith.store.records import LOCAL
 
-REVISION = "6"
+REVISION = "7"
 """The newest Alembic revision, a number: an unknown one can be told to be newer."""
 BASELINE = "5"
 """The oldest revision to migrate from; older ones were never released."""
@@ -105,6 +105,35 @@ commands = Table(
     Index("ix_commands_done", "finished_at", sqlite_where=text("status = 'done'")),
     Index("ix_commands_queued", "model_id", "seq_id", sqlite_where=text("status = 'queued'")),
     Index("ix_commands_kept", "id", "kept_bytes", sqlite_where=text("kept_bytes IS NOT NULL")),
+    sqlite_autoincrement=True,
+)
+
+# What a model can be restored from, and what has happened since (`engine/history.py`), as far as outcomes are recorded.
+histories = Table(
+    "histories",
+    metadata,
+    Column("model_id", Text, ForeignKey("models.model_id", ondelete="CASCADE"), primary_key=True),
+    Column("summary", JSON, nullable=False),
+    Column("comebacks", Integer, nullable=False, server_default="0"),
+)
+
+history_events = Table(
+    "history_events",
+    metadata,
+    Column("model_id", Text, ForeignKey("histories.model_id", ondelete="CASCADE"), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("event", JSON, nullable=False),
+)
+
+# A row for each start of an engine. Only the newest one may write.
+engine_starts = Table(
+    "engine_starts",
+    metadata,
+    Column("number", Integer, primary_key=True),
+    Column("started_at", Float, nullable=False),
+    # Machine, its start, and data directory: kept copies are files there, and not synced
+    Column("place", Text, nullable=False),
+    Column("left_work", Boolean, nullable=False),
     sqlite_autoincrement=True,
 )
 

@@ -232,12 +232,6 @@ def living_models(connection: Connection) -> list[str]:
     return list(connection.execute(select(models.c.model_id).where(_LIVING)).scalars())
 
 
-def lose_all_models(connection: Connection) -> None:
-    """Note that all living models ended with the engine."""
-    connection.execute(_FINISH_WITH_CLIENT)
-    connection.execute(update(models).where(_LIVING).values(status="lost"))
-
-
 def lose_model(connection: Connection, model_id: str) -> None:
     """Note that a living model ended with its worker."""
     connection.execute(_FINISH_WITH_CLIENT.where(models.c.model_id == model_id))

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Self
 
 from tinsmith.errors import StoreUnavailableError, reported
-from tinsmith.store import commands, sessions
+from tinsmith.store import commands, histories, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
-from tinsmith.store.checkpoints import CheckpointStore
+from tinsmith.store.checkpoints import CheckpointStore, put
 from tinsmith.store.database import BUSY_S, Database, open_database, require_data
 from tinsmith.store.files import ABOUT_FILE, WRITING_S, CheckpointFiles, Entry
-from tinsmith.store.records import NewCommand, Outcome
+from tinsmith.store.records import Checkpoint, Command, HistoryChange, NewCommand, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,8 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         """Bytes kept of finished operations, as counted here; None before that."""
         self._unused: set[bytes] = set()
         """Images to be deleted, if unused."""
+        self._engine: int | None = None
+        """The start of the engine that records through this store, if it is one's."""
 
     @classmethod
     def open(cls, data_dir: Path, busy_s: float = BUSY_S, keep_bytes: int = 0) -> Self:
@@ -74,22 +76,38 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
             self.delete_unused_blobs(digest for command in with_images for digest in command.images)
         return queued
 
-    def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Finish commands; a second outcome of one is ignored.
+    def take_over(self) -> None:
+        """Record for the engine that was started last. Once there is a newer one, `record` is refused."""
+        with self.reading() as connection:
+            self._engine = histories.newest_start(connection)
+
+    def record(self, outcomes: Sequence[Outcome | HistoryChange]) -> None:
+        """Finish commands; a second outcome of one is ignored. What changes in histories is written with them.
 
         The model notes the highest seq_id that succeeded; that of seq_id 0 makes it ready or failed. Payloads and
-        images are dropped, or kept up to the limit, or left for a replay until `release`. Raises NotFoundError for a
-        malformed request id.
+        images are dropped, or kept up to the limit, or left for a replay until they are released. Raises NotFoundError
+        for a malformed request id, and EngineUnavailableError for an engine that is not the newest.
         """
         now, keep = time.time(), self._keep_bytes > 0
         with self.writing() as connection:
+            if self._engine is not None:
+                histories.require_newest(connection, self._engine)
             released = commands.record(connection, outcomes, now, keep)
         self._release(released)
 
-    def release(self, model_id: str, after: int = -1, upto: int = 2**62) -> None:
-        """Drop requests of a model that no replay needs, or keep them up to the limit: `after` < seq_id <= `upto`."""
+    def put_saved(self, checkpoint: Checkpoint, command: Command | None) -> None:
+        """Add the checkpoint of a save as `put_checkpoint`; the save finds it with `saved` if it is run again."""
+        with self.writing_durably() as connection:
+            put(connection, checkpoint, time.time())
+            if command is not None:
+                saved = {"directory": checkpoint.directory, "size_bytes": checkpoint.size_bytes}
+                commands.note_saved(connection, command, saved)
+
+    def end_history(self, model_id: str) -> None:
+        """Forget what a model could be restored from, and drop its requests, or keep them up to the limit."""
         with self.writing() as connection:
-            released = commands.release(connection, model_id, after, upto, keep=self._keep_bytes > 0)
+            histories.forget(connection, [model_id])
+            released = commands.release(connection, model_id, -1, 2**62, keep=self._keep_bytes > 0)
         self._release(released)
 
     def _release(self, released: commands.Released) -> None:
@@ -160,18 +178,20 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         self.delete_unused_blobs(digests)
         return forgotten
 
-    def fail_unfinished(self, reason: str) -> list[str]:
-        """Give up what a dead engine left; returns the request ids that failed.
+    def fail_unfinished(self, reason: str, place: str = "") -> set[str]:
+        """Give up what the next engine, at this `place`, cannot bring back; returns the models that it can.
 
-        Commands fail, models and snapshots are lost. Raises StoreUnavailableError if the database's file is gone: the
-        next engine would make a new one beside the one open here.
+        A model can be brought back that has a history, whose files are at that place, and that has not ended engines
+        again and again. All others are lost, with their operations and snapshots; models that were just being made are
+        made anew. Raises StoreUnavailableError if the database's file is gone: the next engine would make a new one
+        beside the one open here.
         """
         self.require_there()
         with self.writing() as connection:
-            failed = commands.fail_unfinished(connection, reason, time.time(), keep=self._keep_bytes > 0)
+            left = commands.fail_unfinished(connection, reason, place, time.time(), keep=self._keep_bytes > 0)
         self._drop_kept()
         self.sweep_blobs()
-        return failed
+        return left
 
     def sweep_blobs(self) -> None:
         """Delete images that no command refers to, and unfinished files."""

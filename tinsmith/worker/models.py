@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.errors import TinsmithError
+from tinsmith.models.fingerprint import check_fingerprint
 from tinsmith.models.lora import Adapter
 from tinsmith.observing.metrics import WORKER_TIME
 from tinsmith.protocol.boundary import failing_into, result_or_error
@@ -78,6 +79,9 @@ class Models:
             match message:
                 case CreateModel():
                     shape = LoraShape(**message.shape)
+                    if message.fingerprint:
+                        base = backend.base
+                        check_fingerprint(message.fingerprint, base.fingerprint, base.name, f"model {message.model_id}")
                     backend.agree_to_create(self._refusal(message.base_model, shape))
                     backend.create_model(message.model_id, shape)
                     self._answer(message, {"base_fingerprint": backend.base.known_fingerprint})

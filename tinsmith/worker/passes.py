@@ -118,8 +118,11 @@ class Passes:
             self._notice(datums[0].loss.notice)
             pixels = [{digest.hex(): size for digest, size in datum.undecoded.items()} for datum in datums]
             lengths = [len(datum) for datum in datums]
+            routed = [0 if datum.routes is None else int(datum.routes.shape[1]) for datum in datums]
+            together = trained.together(datums)
             return Prepared(
-                message.number, message.operation, backward, lengths, pixels, trained.together(datums)
+                *(message.number, message.operation, backward, lengths, pixels, together),
+                routed=routed if any(routed) else [],
             ), datums
         return PrepareFailed(message.number, message.operation, backward, type_of(failures[0]), str(failures[0])), []
 

@@ -12,14 +12,11 @@ from pathlib import Path
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.sampling.sampler import ref_of
-from tinsmith.store.files import WRITING_PREFIX
+from tinsmith.store.files import SNAPSHOT_FILE, WRITING_PREFIX
 from tinsmith.training.checkpoint import About, SavedState, write_state
 
 Key = tuple[str, str]
 """Name of the base model, and the id of a snapshot or the path of a checkpoint."""
-
-NAMES_FILE = "snapshot.json"
-"""Says of which snapshot the files of a directory are."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Spill:
             if found.name.startswith(WRITING_PREFIX):
                 shutil.rmtree(found)
             else:
-                names = json.loads((found / NAMES_FILE).read_text())
+                names = json.loads((found / SNAPSHOT_FILE).read_text())
                 key: Key = (names["base_model"], names["snapshot_id"])
                 self.drop(key)  # an earlier state of the same inflight weights
                 self._written[key] = Written(found, WeightsRef(**names["ref"]), _size(found))
@@ -144,7 +141,7 @@ class Spill:
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, writing, ignore_errors=True)  # it may not even have been made
             write_state(SavedState(about, dict(weights.named_tensors())), writing)
-            (writing / NAMES_FILE).write_text(
+            (writing / SNAPSHOT_FILE).write_text(
                 json.dumps({"base_model": key[0], "snapshot_id": key[1], "ref": asdict(ref)})
             )
             size = _size(writing)
