@@ -1020,6 +1020,20 @@ MUTATIONS = (
         ("tests/engine/test_passes.py",),
     ),
     Mutation(
+        "tenants take turns of passes, however long theirs are",
+        "tinsmith/engine/passes.py",
+        "self._had[tenant] = self._had.get(tenant, self._least) + seconds",
+        "self._had[tenant] = self._had.get(tenant, self._least)",
+        ("tests/engine/test_passes.py",),
+    ),
+    Mutation(
+        "a tenant that comes is owed all that others had before",
+        "tinsmith/engine/passes.py",
+        "self._had.setdefault(tenant, self._least)",
+        "self._had.setdefault(tenant, 0.0)",
+        ("tests/engine/test_passes.py",),
+    ),
+    Mutation(
         "a budget forgets what is under way",
         "tinsmith/server/budgets.py",
         "used.tokens + reserved + tokens > key.tokens_a_day",
