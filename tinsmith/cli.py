@@ -382,12 +382,13 @@ def add_key(
         list[str] | None, typer.Option(help="Name of a base model that it may use; repeat for several.")
     ] = None,
     max_models: Annotated[
-        int | None, typer.Option(min=1, metavar="NUMBER", help="Maximum number of models in training.")
+        int | None, typer.Option(min=1, max=10**9, metavar="NUMBER", help="Maximum number of models in training.")
     ] = None,
     max_parallel: Annotated[
         int | None,
         typer.Option(
             min=1,
+            max=10**9,
             metavar="NUMBER",
             help="Maximum number of unfinished sequences of samples, and of unfinished training operations.",
         ),

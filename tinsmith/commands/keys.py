@@ -1,5 +1,6 @@
 """`tinsmith keys`: makes, lists, rotates and revokes API keys, beside a server that runs too."""
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -17,31 +18,36 @@ from tinsmith.store.store import Store, opened
 
 _NAME = re.compile(r"[\w.@-]{1,64}")
 _DAY_S = 86400.0
+_LONGEST_S = 36525 * _DAY_S
+_MOST = 1e18
+"""Of any limit: an integer of the database holds it."""
 _UNITS = {"m": 60.0, "h": 3600.0, "d": _DAY_S, "w": 7 * _DAY_S}
 
 
 def a_day(text: str, option: str) -> float:
     """The number in N or N/day. Raises ConfigError."""
     number = text.removesuffix("/day").replace("_", "").replace(",", "")
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[0-9]+)?", number):
-        raise ConfigError(f"{option}={text!r} is no number a day, such as 2000000/day")
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[0-9]+)?", number) or float(number) > _MOST:
+        raise ConfigError(f"{option}={text!r} is no number a day of at most {_MOST:.0e}, such as 2000000/day")
     return float(number)
 
 
 def size_of(text: str) -> int:
     """The bytes of a size such as 50GiB; a number is in GiB. Raises ConfigError."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]iB)?", text)
-    if found is None:
-        raise ConfigError(f"--storage={text!r} is no size, such as 50GiB")
-    return int(float(found[1]) * SIZES[found[2] or "GiB"])
+    size = float(found[1]) * SIZES[found[2] or "GiB"] if found else math.inf
+    if size > _MOST:
+        raise ConfigError(f"--storage={text!r} is no size of at most {_MOST:.0e} bytes, such as 50GiB")
+    return int(size)
 
 
 def until(text: str) -> float:
     """The Unix time so long from now, such as 90d or 12h. Raises ConfigError."""
     found = re.fullmatch(r"([0-9]+)([mhdw])", text)
-    if found is None:
-        raise ConfigError(f"--expires={text!r} is no time from now, such as 90d, 12h, 30m or 4w")
-    return time.time() + int(found[1]) * _UNITS[found[2]]
+    seconds = float(found[1]) * _UNITS[found[2]] if found else math.inf
+    if seconds > _LONGEST_S:
+        raise ConfigError(f"--expires={text!r} is no time from now, such as 90d, 12h, 30m or 4w, of at most 100 years")
+    return time.time() + seconds
 
 
 def add(data_dir: Path, key: ApiKey) -> str:
