@@ -907,6 +907,20 @@ MUTATIONS = (
         (RECOVERY,),
     ),
     Mutation(
+        "a step whose passes were given up is replayed without them",
+        "tinsmith/engine/history.py",
+        "        if self.open_is_given_up:  # no state before it leads to this one",
+        "        if False:",
+        (RECOVERY,),
+    ),
+    Mutation(
+        "gradients whose passes were given up are lost without a word when workers end",
+        "tinsmith/engine/crash_recovery.py",
+        "            if model.history.open_is_given_up:",
+        "            if False:",
+        (RECOVERY,),
+    ),
+    Mutation(
         "requests that a replay needs are dropped with the newest copy",
         "tinsmith/engine/history.py",
         "return needed[0].mark if needed",

@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 MOST_REPLAYED_S = 300.0
 """Seconds of work after which a history without copies is given up: its requests would fill the disk."""
 
+MOST_OPEN = 100_000
+"""Datums after which the passes of a step that does not come are given up, for the same reason."""
+
 TRIED_AGAIN_S = 60.0
 """Seconds of work after which a copy that failed is tried again."""
 
@@ -83,7 +86,7 @@ class Copies:
                 [call.pixels[place] for place in own] if call.pixels else [],
                 call.together,
             )
-            model.history.add(event)
+            model.history.add_pass(event)
             model.history.seconds += seconds * sum(event.lengths) / sum(call.lengths)
             self._bound(model)
 
@@ -113,6 +116,14 @@ class Copies:
                 "(--kept-copies-gib), and what came since it was saved has taken more than %.0f s",
                 *(model.model_id, MOST_REPLAYED_S),
             )
+        elif history.open_datums > MOST_OPEN:
+            history.give_up_open_step()
+            self._drop_requests(model, history.stepped_seq, model.added_seq)
+            log.warning(
+                "model %s has computed over %d datums since its last optim_step: if its worker dies before the next "
+                "one, that is refused",
+                *(model.model_id, MOST_OPEN),
+            )
         if not history.kept:
             self._release(model)
 
@@ -132,10 +143,13 @@ class Copies:
     def _is_due(self, history: History) -> bool:
         """Whether all models together might replay more than `--replay-s`.
 
-        A checkpoint that its client may delete is replaced as soon as possible.
+        A checkpoint that its client may delete is replaced as soon as possible, and so are all states before a step
+        that cannot be replayed.
         """
-        if history.copying is not None or history.seconds < history.wanted_s:
+        if history.copying is not None or (history.seconds < history.wanted_s and not history.open_is_given_up):
             return False
+        if history.open_is_given_up:
+            return True
         newest = history.kept[-1].source if history.kept else None
         if newest is None or (isinstance(newest, Saved) and not newest.is_copy):
             return True
@@ -164,11 +178,15 @@ class Copies:
         """Let the log drop the requests that no replay needs. What the database does not drop now it drops later."""
         history = model.history
         upto = history.needed_from.seq_id
-        if upto <= history.released_seq:
-            return
-        with reported(StoreUnavailableError, partial(log.warning, "requests of finished operations stay for now: %s")):
-            self.store.release(model.model_id, history.released_seq, upto)
+        if upto > history.released_seq and self._drop_requests(model, history.released_seq, upto):
             history.released_seq = upto
+
+    def _drop_requests(self, model: LoadedModel, after: int, upto: int) -> bool:
+        """Let the log drop requests of finished operations; False if the database does not take that now."""
+        with reported(StoreUnavailableError, partial(log.warning, "requests of finished operations stay for now: %s")):
+            self.store.release(model.model_id, after, upto)
+            return True
+        return False
 
     def saved(self, model: LoadedModel, source: Saved, mark: Mark) -> None:
         """Take a checkpoint as the state to restore a model from, unless it has copies, which nobody can delete."""

@@ -131,6 +131,10 @@ class History:
     """The operation that has left it."""
     seconds: float = 0.0
     """Time of the workers for all passes and steps of the model."""
+    open_datums: int = 0
+    """Datums in passes of the open step."""
+    open_is_given_up: bool = False
+    """Whether passes of the open step are missing, so that it is refused if workers end before it."""
     copying: Kept | None = None
     """The copy that a worker was asked for, until it is told whether it is complete."""
     copy_failed: bool = False
@@ -148,14 +152,27 @@ class History:
         needed = [*self.kept, *([self.copying] if self.copying else [])]
         return needed[0].mark if needed else self.mark()
 
+    @property
+    def keeps_open_step(self) -> bool:
+        """Whether all passes of the open step are there."""
+        return self.state >= self._whole_from and not self.open_is_given_up
+
     def add(self, event: Event) -> None:
         if event.state >= self._whole_from:
             self.events.append(event)
 
+    def add_pass(self, event: Passed) -> None:
+        """Add a pass of the open step, unless that is given up."""
+        if self.keeps_open_step:
+            self.events.append(event)
+            self.open_datums += len(event.pieces)
+
     def step(self, seq_id: int, event: Stepped) -> None:
         """Add a step that was applied, which leaves another state."""
         self.add(event)
-        self.state, self.stepped_seq = self.state + 1, seq_id
+        self.state, self.stepped_seq, self.open_datums = self.state + 1, seq_id, 0
+        if self.open_is_given_up:  # no state before it leads to this one
+            self.kept, self.events, self._whole_from, self.open_is_given_up = [], [], self.state, False
         if not self.kept and self.copying is None:
             self.events, self._whole_from = [], self.state
 
@@ -177,6 +194,12 @@ class History:
     def forget_gradients(self) -> None:
         """Forget the passes of the open step: their gradients are cleared, or will be."""
         self.events = [each for each in self.events if not (isinstance(each, Passed) and each.state == self.state)]
+        self.open_datums, self.open_is_given_up = 0, False
+
+    def give_up_open_step(self) -> None:
+        """Keep no passes of the open step: their requests would fill the disk."""
+        self.forget_gradients()
+        self.open_is_given_up = True
 
     def forget_save(self, command: Command) -> None:
         """Forget a save: it has ended."""

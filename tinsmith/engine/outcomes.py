@@ -37,7 +37,11 @@ class Outcomes:
         encoded: dict[ForwardOperation, Outcome] = {}
         for operation in operations:
             with failing_into(partial(self.fail, operation.command, touches_step=operation.backward)):
-                encoded[operation] = replace(_outcome(operation), gpu_seconds=self._unpaid(operation.command.model_id))
+                encoded[operation] = replace(
+                    _outcome(operation),
+                    gpu_seconds=self._unpaid(operation.command.model_id),
+                    replays=self._is_replayed(operation),
+                )
         self.record(list(encoded.values()))
         for operation in encoded:
             self.suspects.pop(operation.command.request_id, None)
@@ -48,6 +52,12 @@ class Outcomes:
                     if state.loaded is not None:
                         state.loaded.added_seq = operation.command.seq_id
             _tell_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
+
+    def _is_replayed(self, operation: ForwardOperation) -> bool:
+        """Whether a replay may need the request."""
+        model = self.models.find(operation.command.model_id)
+        is_taken = model is not None and model.history.keeps_open_step and not model.spoiled
+        return operation.backward and is_taken
 
     def ended(self, command: Command, running: Running, ended: Ended) -> None:
         """Record the result of an operation that is no forward work."""
@@ -95,7 +105,7 @@ def _outcome(operation: ForwardOperation) -> Outcome:
     outputs = [{"logprobs": result.logprobs} for result in operation.in_order]
     result = encode_output(outputs, operation.metrics)
     command, tokens = operation.command, operation.tokens
-    return Outcome(command.request_id, result, "protobuf", None, None, tokens=tokens, replays=operation.backward)
+    return Outcome(command.request_id, result, "protobuf", None, None, tokens=tokens)
 
 
 def _tell_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
