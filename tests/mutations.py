@@ -1034,6 +1034,20 @@ MUTATIONS = (
         ("tests/engine/test_passes.py",),
     ),
     Mutation(
+        "a deleted checkpoint is found as if it were there",
+        "tinsmith/store/checkpoints.py",
+        "ALIVE = and_(_UNEXPIRED, checkpoints.c.deleted_at.is_(None))",
+        "ALIVE = _UNEXPIRED",
+        ("tests/server/test_checkpoints.py",),
+    ),
+    Mutation(
+        "files of a checkpoint that can be restored are deleted",
+        "tinsmith/store/checkpoints.py",
+        "_GONE = or_(checkpoints.c.expires_at <= _NOW, checkpoints.c.deleted_at <= _NOW - RECOVERABLE_S)",
+        "_GONE = or_(checkpoints.c.expires_at <= _NOW, checkpoints.c.deleted_at <= _NOW)",
+        ("tests/store/test_sweep.py",),
+    ),
+    Mutation(
         "tenants take turns of passes, however long theirs are",
         "tinsmith/engine/passes.py",
         "self._had[tenant] = self._had.get(tenant, self._least) + seconds",

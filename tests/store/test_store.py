@@ -46,7 +46,7 @@ MADE_UP = """
 from alembic import op
 from sqlalchemy import Column, Text
 
-revision, down_revision = "7", "6"
+revision, down_revision = "8", "7"
 
 def upgrade():
     op.add_column("sessions", Column("mood", Text, server_default="calm"))
@@ -58,8 +58,8 @@ def next_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this Tinsmith one whose schema has a made-up revision more."""
     with as_file(files("tinsmith.store") / "revisions") as revisions:
         shutil.copytree(revisions, directory)
-    (directory / "versions" / "v7_made_up.py").write_text(MADE_UP)
-    monkeypatch.setattr(schema, "REVISION", "7")
+    (directory / "versions" / "v8_made_up.py").write_text(MADE_UP)
+    monkeypatch.setattr(schema, "REVISION", "8")
     monkeypatch.setattr(database, "REVISIONS", str(directory))
 
 
@@ -72,7 +72,7 @@ def test_a_database_of_the_version_before_is_migrated_once(tmp_path: Path, monke
             assert store.session("s") is not None
         with closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as connection:
             assert connection.execute("SELECT session_id, mood FROM sessions").fetchall() == [("s", "calm")]
-            assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("7",)]
+            assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("8",)]
 
 
 def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_every_revision_leads_to_the_next_and_is_installed(store: Store, tmp_pat
 
 
 UNKNOWN = r"tinsmith\.db is damaged: it has tables, and its schema version is (None|'x')\. Put back a copy"
-NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 6: use the newer one, or another data_dir"
+NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 7: use the newer one, or another data_dir"
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_checkpoints_are_found_by_path_and_kind_until_they_expire_or_are_replace
     gone = r"^tinker://m/sampler_weights/b does not exist any more: it expired at \d{4}-.* UTC; save with a longer"
     with pytest.raises(NotFoundError, match=gone):
         store.require_checkpoint(expired.tinker_path, "sampler")
-    assert (store.expired_checkpoints(), store.discarded_directories()) == ([expired], [])
-    assert store.drop_expired_checkpoints() == [expired]
+    assert (store.gone_checkpoints(), store.discarded_directories()) == ([expired], [])
+    assert store.drop_gone_checkpoints() == [expired]
     assert store.discarded_directories() == ["e"]
     store.announce_checkpoint("f")
     store.put_checkpoint(replace(kept, directory="f"))

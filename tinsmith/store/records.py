@@ -82,6 +82,10 @@ class ApiKey:
     created_at: float = 0.0
     expires_at: float | None = None
     revoked_at: float | None = None
+    kept_checkpoints: int | None = None
+    """Newest checkpoints of each run and kind that stay."""
+    checkpoint_ttl_s: float | None = None
+    """The longest that a checkpoint lives."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,8 @@ class Checkpoint:
     """Whether other tenants may read it."""
     tenant: str = LOCAL
     """Its owner."""
+    deleted_at: float | None = None
+    """When it was deleted; it can be restored for a day."""
 
 
 @dataclass(frozen=True)
