@@ -138,15 +138,20 @@ def test_without_keys_a_server_serves_this_machine_only(text_only: list[str], tm
         assert server.client().get("training_runs").status_code == 401
 
 
-def test_a_server_with_a_certificate_speaks_https(text_only: list[str], tmp_path: Path) -> None:
+def certificate() -> tuple[bytes, bytes]:
+    """A certificate for 127.0.0.1, and its private key, in PEM."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "here")])
     now = datetime.now(UTC)
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
     made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-    certificate, pem = made.sign(key, hashes.SHA256()), serialization.Encoding.PEM
+    pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return made.sign(key, hashes.SHA256()).public_bytes(pem), private
+
+
+def test_a_server_with_a_certificate_speaks_https(text_only: list[str], tmp_path: Path) -> None:
     file = tmp_path / "tls.pem"
-    file.write_bytes(certificate.public_bytes(pem) + private)
+    file.write_bytes(b"".join(certificate()))
     with serving(tmp_path, *text_only, "--tls-cert", str(file)) as server:
         assert server.url.startswith("https://127.0.0.1:")
         trusting = ssl.create_default_context(cafile=str(file))
