@@ -105,7 +105,7 @@ def test_a_server_behind_a_proxy_is_used_as_one_without(
             assert len(model.output(model.forward_backward(1, large, forward_only=True)).loss_fn_outputs) == 400
             waiting, began = model.optim_step(3, RAW_STEP), time.monotonic()
             assert http.post("retrieve_future", json={"request_id": waiting}).status_code == 408
-            assert time.monotonic() - began >= POLL_S
+            assert time.monotonic() - began >= POLL_S / 2
             assert "metrics" in model.result(model.optim_step(2, RAW_STEP))
             assert "metrics" in model.result(waiting)
             model.result(model.submit("save_weights_external", 4, path="a"))
