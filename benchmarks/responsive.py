@@ -154,9 +154,10 @@ def probe(
 ) -> None:
     """Ask until told to stop, then say how long each answer took."""
     beat = json.dumps({"session_id": session_id}).encode()
-    head = b"POST /api/v1/session_heartbeat HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    head = b"POST /api/v1/session_heartbeat HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: "
     probes = {
-        "livez": Probe(url, b"GET /api/v1/livez HTTP/1.1\r\nHost: x\r\n\r\n"),
+        "livez": Probe(url, b"GET /api/v1/livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"),
         "heartbeat": Probe(url, head + str(len(beat)).encode() + b"\r\n\r\n" + beat),
     }
 

@@ -12,6 +12,7 @@ import json
 import shlex
 import signal
 import sys
+import time
 import typing
 from collections.abc import Iterable
 from pathlib import Path
@@ -398,12 +399,13 @@ def add_key(
         list[str] | None, typer.Option(help="Name of a base model that it may use; repeat for several.")
     ] = None,
     max_models: Annotated[
-        int | None, typer.Option(min=1, metavar="NUMBER", help="Maximum number of models in training.")
+        int | None, typer.Option(min=1, max=10**9, metavar="NUMBER", help="Maximum number of models in training.")
     ] = None,
     max_parallel: Annotated[
         int | None,
         typer.Option(
             min=1,
+            max=10**9,
             metavar="NUMBER",
             help="Maximum number of unfinished sequences of samples, and of unfinished training operations.",
         ),
@@ -418,6 +420,18 @@ def add_key(
     storage: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Size of its checkpoints, such as 50GiB; a number is in GiB.")
     ] = None,
+    keep_checkpoints: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=10**9,
+            metavar="NUMBER",
+            help="Newest checkpoints that stay of each run, for training and for sampling; published ones stay, too.",
+        ),
+    ] = None,
+    checkpoint_ttl: Annotated[
+        str | None, typer.Option(metavar="TIME", help="The longest that a checkpoint lives: 30d, 12h.")
+    ] = None,
     expires: Annotated[str | None, typer.Option(metavar="TIME", help="When it ends, from now: 90d, 12h.")] = None,
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
@@ -425,7 +439,7 @@ def add_key(
 
     Limits hold for what all keys of the tenant use together; beyond them requests get HTTP 429.
     """
-    from tinsmith.commands.keys import a_day, add, size_of, until
+    from tinsmith.commands.keys import a_day, add, seconds_of, size_of
     from tinsmith.store.records import ApiKey
 
     key = ApiKey(
@@ -441,7 +455,9 @@ def add_key(
         tokens_a_day=None if budget_tokens is None else int(a_day(budget_tokens, "--budget-tokens")),
         gpu_seconds_a_day=None if budget_gpu_seconds is None else a_day(budget_gpu_seconds, "--budget-gpu-seconds"),
         storage_bytes=None if storage is None else size_of(storage),
-        expires_at=None if expires is None else until(expires),
+        expires_at=None if expires is None else time.time() + seconds_of(expires, "--expires"),
+        kept_checkpoints=keep_checkpoints,
+        checkpoint_ttl_s=None if checkpoint_ttl is None else seconds_of(checkpoint_ttl, "--checkpoint-ttl"),
     )
     typer.echo(add(data_dir, key))
 
@@ -471,6 +487,41 @@ def revoke_key(name: _KeyName, data_dir: _DataDir = Path("tinsmith-data")) -> No
 
     revoke(data_dir, name)
     typer.echo(f"the key {name!r} is revoked")
+
+
+_checkpoints = typer.Typer(
+    help="List checkpoints, and bring back what was deleted in the last 24 hours.", no_args_is_help=True
+)
+app.add_typer(_checkpoints, name="checkpoints")
+_CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="Path of a deleted checkpoint: tinker://...")]
+
+
+@_checkpoints.command("list")
+def list_checkpoints(data_dir: _DataDir = Path("tinsmith-data")) -> None:
+    """List all checkpoints, with owner, size, and when they go."""
+    from rich.console import Console
+
+    from tinsmith.commands.checkpoints import listed
+
+    Console(highlight=False).print(listed(data_dir))
+
+
+@_checkpoints.command("restore")
+def restore_checkpoint(path: _CheckpointPath, data_dir: _DataDir = Path("tinsmith-data")) -> None:
+    """Bring a deleted checkpoint back."""
+    from tinsmith.commands.checkpoints import restore
+
+    restore(data_dir, path)
+    typer.echo(f"{path} is back")
+
+
+@_checkpoints.command("purge")
+def purge_checkpoint(path: _CheckpointPath, data_dir: _DataDir = Path("tinsmith-data")) -> None:
+    """Delete a deleted checkpoint for good, which frees its storage: within a minute, or with `tinsmith gc`."""
+    from tinsmith.commands.checkpoints import purge
+
+    purge(data_dir, path)
+    typer.echo(f"{path} goes within a minute")
 
 
 @app.command()

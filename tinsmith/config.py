@@ -56,7 +56,11 @@ class ServerConfig:
         "samples; it needs pip install 'tinsmith[otel]'",
     )
     long_poll_s: float = setting(
-        30.0, "How long retrieve_future waits for a result; after HTTP 408 the client asks again", "seconds", 0.1, 40
+        30.0,
+        "Longest time that retrieve_future waits for a result, or half as long; after HTTP 408 the client asks again",
+        "seconds",
+        0.1,
+        40,
     )
     connection_idle_s: float = setting(
         75.0,

@@ -1,6 +1,7 @@
-"""One client's short sample beside hundreds of long ones of another, and what becomes of these when given up."""
+"""One client's short sample and step beside 2,000 long samples of another, and what becomes of these when given up."""
 
 import asyncio
+import time
 
 import pytest
 import tinker
@@ -15,17 +16,21 @@ LONG = types.SamplingParams(max_tokens=2000, stop=[])
 SHORT = types.SamplingParams(max_tokens=4, stop=[])
 
 
-def test_a_short_sample_is_answered_before_any_of_many_long_ones_and_an_ended_session_is_cancelled(
+def test_a_short_sample_and_a_step_are_done_before_any_of_2000_long_samples_and_an_ended_session_is_cancelled(
     server: Server, service: tinker.ServiceClient
 ) -> None:
-    short = service.create_sampling_client(base_model="text").result()
+    model = service.create_lora_training_client("text", rank=4).result()
+    short = model.save_weights_and_get_sampling_client().result()
     with connect(server) as greedy:
         long = greedy.create_sampling_client(base_model="text").result()
-        asked = [long.sample(text_input(number, 5), 4, LONG) for number in range(100)]
-        status = server.wait_for_status(lambda status: sum(status["samples"].values()) == 400)
-        assert status["samples"]["waiting"] >= 400 - 256
+        asked = [long.sample(text_input(number, 5), 4, LONG) for number in range(500)]
+        status = server.wait_for_status(lambda status: sum(status["samples"].values()) == 2000)
+        assert status["samples"]["waiting"] >= 2000 - 256
         for _ in range(2):
+            began = time.monotonic()
             assert len(short.sample(text_input(0, 5), 1, SHORT).result().sequences[0].tokens) == 4
+            model.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+            assert time.monotonic() - began < 10
         with pytest.raises(TimeoutError):  # not even the first of them has ended
             asked[0].result(timeout=0.01)
     server.wait_for_status(lambda status: sum(status["samples"].values()) == 0)

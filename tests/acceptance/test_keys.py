@@ -19,6 +19,14 @@ from tests.running import START_S, Server, serving, tinsmith, tinsmith_here
 from tinsmith.store.store import opened
 from tinsmith.store.usage import used_between
 
+DATUM = types.Datum(
+    model_input=types.ModelInput.from_ints([1, 2]),
+    loss_fn_inputs={
+        "target_tokens": types.TensorData(data=[2, 3], dtype="int64"),
+        "weights": types.TensorData(data=[1.0, 1.0], dtype="float32"),
+    },
+)
+
 
 def add_key(data_dir: Path, *arguments: str) -> str:
     """Run `tinsmith keys add`; the key that it prints."""
@@ -34,12 +42,7 @@ def client(server: Server, key: str) -> tinker.ServiceClient:
 def trained(service: tinker.ServiceClient) -> tuple[tinker.TrainingClient, str]:
     """A model after a step, and the path under which its sampler weights are saved."""
     model = service.create_lora_training_client("text", rank=4).result()
-    inputs = {
-        "target_tokens": types.TensorData(data=[2, 3], dtype="int64"),
-        "weights": types.TensorData(data=[1.0, 1.0], dtype="float32"),
-    }
-    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
-    model.forward_backward([datum], "cross_entropy").result()
+    model.forward_backward([DATUM], "cross_entropy").result()
     model.optim_step(types.AdamParams(learning_rate=1e-3)).result()
     return model, model.save_weights_for_sampler("a").result().path
 
@@ -95,6 +98,37 @@ def test_two_teams_share_a_server_and_nothing_else_until_it_is_published(text_on
         assert "set TINKER_API_KEY" in tinsmith_here("status", server.url).stderr
 
 
+def test_a_team_keeps_its_newest_checkpoints_and_gets_a_deleted_one_back(text_only: list[str], tmp_path: Path) -> None:
+    limits = "--keep-checkpoints", "2", "--checkpoint-ttl", "2h", "--storage", "1MiB"
+    data_dir, secret = tmp_path / "data", add_key(tmp_path / "data", "team", *limits)
+    with ready(tmp_path, *text_only) as server, client(server, secret) as team:
+        model, _ = trained(team)
+        paths = [model.save_state(name).result().path for name in "abc"]
+        with pytest.raises(tinker.NotFoundError, match="newer ones took its place"):
+            team.create_training_client_from_state(paths[0]).result()
+        with pytest.raises(tinker.RequestFailedError, match="ttl_seconds=9000 is longer than the 7200 s"):
+            model.save_state("d", ttl_seconds=9000).result()
+        rest = tinker.RestClient(base_url=server.url, api_key=secret)
+        rest.delete_checkpoint_from_tinker_path(paths[2]).result()
+
+        def listed(*arguments: str) -> str:
+            ended = tinsmith_here("checkpoints", *arguments, "--data-dir", str(data_dir))
+            assert ended.returncode == 0, ended.stderr
+            return ended.stdout
+
+        assert " ".join(listed("list").split()).count("can be restored") == 2
+        shown = " ".join(tinsmith_here("keys", "list", "--data-dir", str(data_dir)).stdout.split())
+        assert " 0.000977 GiB, 2 checkpoints of a run, checkpoints for 2 h" in shown
+        assert listed("restore", paths[2]) == f"{paths[2]} is back\n"
+        again = team.create_training_client_from_state_with_optimizer(paths[2]).result()
+        assert again.forward([DATUM], "cross_entropy").result().loss_fn_outputs
+        with tinker.ServiceClient(base_url=server.url, api_key=secret) as mate:
+            found = mate.create_rest_client().list_user_checkpoints().result().checkpoints
+        expected = [*paths[1:], paths[0].replace("weights/a", "sampler_weights/a")]
+        assert {each.tinker_path for each in found} == set(expected)
+        assert all(each.expires_at is not None for each in found)
+
+
 def test_without_keys_a_server_serves_this_machine_only(text_only: list[str], tmp_path: Path) -> None:
     refused = tinsmith("serve", *text_only, "--data-dir", str(tmp_path), "--port", "0", "--host", "0.0.0.0")
     assert refused.returncode == 2
@@ -104,15 +138,20 @@ def test_without_keys_a_server_serves_this_machine_only(text_only: list[str], tm
         assert server.client().get("training_runs").status_code == 401
 
 
-def test_a_server_with_a_certificate_speaks_https(text_only: list[str], tmp_path: Path) -> None:
+def certificate() -> tuple[bytes, bytes]:
+    """A certificate for 127.0.0.1, and its private key, in PEM."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "here")])
     now = datetime.now(UTC)
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
     made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-    certificate, pem = made.sign(key, hashes.SHA256()), serialization.Encoding.PEM
+    pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return made.sign(key, hashes.SHA256()).public_bytes(pem), private
+
+
+def test_a_server_with_a_certificate_speaks_https(text_only: list[str], tmp_path: Path) -> None:
     file = tmp_path / "tls.pem"
-    file.write_bytes(certificate.public_bytes(pem) + private)
+    file.write_bytes(b"".join(certificate()))
     with serving(tmp_path, *text_only, "--tls-cert", str(file)) as server:
         assert server.url.startswith("https://127.0.0.1:")
         trusting = ssl.create_default_context(cafile=str(file))

@@ -17,10 +17,17 @@ from tests.store.test_commands import MODEL, done, step
 from tests.store.test_kept import kept
 from tinsmith.commands.backup import back_up
 from tinsmith.errors import TinsmithError
-from tinsmith.store.catalog import delete_checkpoint, every_checkpoint
+from tinsmith.store.catalog import delete_checkpoint, every_checkpoint, purge_checkpoint
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.store import Store, sweep
+
+
+def delete_for_good(store: Store, path: str) -> None:
+    """Delete a checkpoint that cannot be restored."""
+    delete_checkpoint(store, path)
+    purge_checkpoint(store, path)
+    store.drop_gone_checkpoints()
 
 
 @pytest.fixture
@@ -38,7 +45,7 @@ def data(tmp_path: Path) -> Path:
     RecordedSequences(directory, 2**20)  # open, so that its write-ahead log is there too
     deleted = saved(CheckpointFiles(directory), "tinker://m/weights/deleted")
     store.put_checkpoint(deleted)
-    delete_checkpoint(store, "tinker://m/weights/deleted")
+    delete_for_good(store, "tinker://m/weights/deleted")
     return directory
 
 
@@ -137,14 +144,14 @@ def test_a_checkpoint_that_is_deleted_or_replaced_while_it_is_copied(
 ) -> None:
     path, store, files = "tinker://m/weights/0", Store.open(data), CheckpointFiles(data)
     for row in every_checkpoint(store)[1:]:
-        delete_checkpoint(store, row.tinker_path)
+        delete_for_good(store, row.tinker_path)
     copy2, happened = shutil.copy2, list[Path]()
 
     def disturbed(source: Path, target: Path) -> object:
         if source.name == "adapter.safetensors" and not happened:
             happened.append(source)
             if happens == "deleted":
-                delete_checkpoint(store, path)
+                delete_for_good(store, path)
             else:
                 store.put_checkpoint(saved(files, path, created_at=9.0))
             sweep(store, files)

@@ -38,17 +38,21 @@ class Device:
     def never(self, *_: Any) -> None:
         pytest.fail("nothing is wrong here")
 
-    def train(self, model: str, lengths: list[int], pixels: list[dict[str, int]] | None = None) -> None:
+    def train(
+        self, model: str, lengths: list[int], pixels: list[dict[str, int]] | None = None, base: str = "tiny"
+    ) -> None:
         """Ask for a forward_backward, which is prepared at once."""
-        self.forward.take(self.prepared(model, lengths, pixels))
+        self.forward.take(self.prepared(model, lengths, pixels, base))
 
-    def prepared(self, model: str, lengths: list[int], pixels: list[dict[str, int]] | None = None) -> Prepared:
+    def prepared(
+        self, model: str, lengths: list[int], pixels: list[dict[str, int]] | None = None, base: str = "tiny"
+    ) -> Prepared:
         """Ask for a forward_backward; what the worker answers when it has prepared it.
 
         `pixels` are those of images, if it has any.
         """
         seq_id = self.forward.next_number()
-        self.forward.add(Command(seq_id, model, seq_id, "forward_backward", 0, 0.0), "tiny", b"")
+        self.forward.add(Command(seq_id, model, seq_id, "forward_backward", 0, 0.0), base, b"")
         asked = self.sent.pop()
         assert isinstance(asked, Prepare)
         return Prepared(asked.number, asked.operation, True, lengths, pixels or [{} for _ in lengths])
@@ -64,7 +68,9 @@ class Device:
         """Say that a pass is done; returns the seconds that it took."""
         shares = divide(asked, self.forward.order.paces.workers, 1000)
         lengths = [share.lengths for share in shares if share is not None]
-        took = [("tiny", True, each, sum(length + length**2 / 100 for length in each) / 1000) for each in lengths]
+        took = [
+            (asked.base_model, True, each, sum(length + length**2 / 100 for length in each) / 1000) for each in lengths
+        ]
         results = [(*piece, [0]) for piece in asked.pieces]
         zeros = np.zeros(len(results)).tobytes()
         self.forward.take(PassDone(asked.number, results, [], most, [[] for _ in results], took, zeros))

@@ -212,5 +212,5 @@ def test_what_was_deleted_or_replaced_has_no_row_by_the_time_its_files_may_go(
     assert after_cut(disk, tmp_path / "disk", "replaced").store.require_checkpoint(path).directory not in replaced
 
     set_checkpoint_ttl(checkpoints.store, path, -1)
-    assert [gone.tinker_path for gone in checkpoints.store.drop_expired_checkpoints()] == [path]
-    assert after_cut(disk, tmp_path / "disk", "expired").store.expired_checkpoints() == []
+    assert [gone.tinker_path for gone in checkpoints.store.drop_gone_checkpoints()] == [path]
+    assert after_cut(disk, tmp_path / "disk", "expired").store.gone_checkpoints() == []

@@ -128,7 +128,7 @@ def test_what_is_forgotten_is_deleted_and_what_no_replay_needs_is_released(journ
         history.keep(Kept(source, Mark(history.state, 4, 9.0)))
     change = change_of(journal.model)
     assert change is not None
-    assert (change.removed, change.released) == ([1], (0, 4))
+    assert (change.removed, change.released) == ([1], [(0, 4)])
     journal.store.record([change])
     journal.require_same()
     with pytest.raises(TinsmithError, match="is dropped"):
@@ -171,3 +171,21 @@ def test_a_journal_that_lacks_an_operation_is_refused(journal: Journal) -> None:
     journal.record(5)
     with pytest.raises(TinsmithError, match="s:train:0/3 has not ended, and operations behind it have"):
         journal.read()
+
+
+def test_a_step_whose_passes_were_given_up_is_refused_by_the_next_engine(journal: Journal) -> None:
+    """Its requests leave the log at once, and so do those of what still comes."""
+    journal.history.add_pass(passed(journal, (1, 0), (1, 1)))
+    journal.model.added_seq = 1
+    journal.record(1)
+    journal.history.give_up_open_step(journal.model.added_seq)
+    change = change_of(journal.model)
+    assert change is not None
+    assert (change.removed, change.released) == ([0], [(0, 1)])
+    journal.store.record([change])
+    (stored,) = journal.store.histories()
+    assert (stored.summary["open_is_given_up"], stored.events) == (True, {})
+    state, _, _ = restored(stored)
+    assert state.loaded is not None
+    assert "too many datums to compute them again" in str(state.loaded.spoiled)
+    assert (state.loaded.history.open_is_given_up, state.loaded.history.open_datums) == (False, 0)

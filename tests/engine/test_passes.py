@@ -8,9 +8,10 @@ Also: `tests/training/test_pass_failures.py`.
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,37 @@ def test_a_tenant_has_an_equal_part_of_the_passes_however_many_models_it_has(dev
     assert tokens["one"] == 2000
     assert tokens["many"] <= 3000
     assert sum(map(len, (asked.pieces for asked in passes))) == 11 * 20
+
+
+def seconds_until_ended(device: Device, ended: str) -> dict[str, float]:
+    """Compute until a tenant has nothing left; the seconds that each has had, by its part of the tokens."""
+    seconds = defaultdict[str, float](float)
+    for asked, took in device.computed():
+        for (operation, _), length in zip(asked.pieces, asked.lengths, strict=True):
+            seconds[operation.rpartition("/")[0]] += took * length / sum(asked.lengths)
+        if ended not in device.forward.operations:
+            break
+    return seconds
+
+
+@pytest.mark.parametrize("base", ["tiny", "other"])
+def test_tenants_get_equal_seconds_of_a_device_whatever_they_send(device: Device, base: str) -> None:
+    """In turns of passes, the one with long sequences would get nine tenths."""
+    device.forward.order.tenant_of = lambda model_id: model_id
+    device.train("long", [900] * 30, base=base)
+    device.train("short", [100] * 300)
+    seconds = seconds_until_ended(device, "short")
+    assert seconds["short"] == pytest.approx(60, abs=2)
+    assert seconds["long"] == pytest.approx(60, abs=10)  # a pass of one of its sequences takes 9 s
+
+
+def test_a_tenant_that_comes_is_owed_nothing_for_the_time_before(device: Device) -> None:
+    device.forward.order.tenant_of = lambda model_id: model_id
+    device.train("first", [100] * 800)
+    before = list(islice(device.computed(), 50))
+    assert sum(took for _, took in before) >= 20
+    device.train("second", [100] * 100)
+    assert seconds_until_ended(device, "second") == pytest.approx({"first": 20, "second": 20}, abs=2)
 
 
 def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(

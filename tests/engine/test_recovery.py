@@ -395,6 +395,68 @@ def test_a_model_whose_history_is_given_up_leaves_no_requests_in_the_log(
         assert stored_requests(here) == 0
 
 
+def test_a_step_that_does_not_come_leaves_no_requests_and_no_history_and_is_refused_if_workers_end(
+    make: Callable[..., Here], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may take losses with forward_backward and never step: disk and memory would fill."""
+    here = make(replay_s=1000.0)
+    monkeypatch.setattr("tinsmith.engine.copies.MOST_OPEN", 3 * len(LENGTHS))
+    step(here, 1)
+    history = here.engine.scheduler.models.loaded["s:train:a"].history
+    of_first = len(history.events)
+    for seq in range(3, 9):
+        here.forward("a", seq, LENGTHS)
+        here.settle()
+    assert (stored_requests(here), len(history.events)) == (1, of_first)
+    before = state(here)
+    die(here)
+    here.optim("a", 9, learning_rate=0.1)
+    here.settle()
+    assert "its gradients are of too many datums to compute them again" in str(here.error("a", 9))
+    assert_same(state(here), before)
+    step(here, 10)
+    assert results(here, 10, 11)
+
+
+def test_a_step_that_cannot_be_replayed_is_copied_at_once(
+    make: Callable[..., Here], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = make(replay_s=1000.0)
+    monkeypatch.setattr("tinsmith.engine.copies.MOST_OPEN", len(LENGTHS))
+    step(here, 1)
+    assert copies(here) == []
+    for seq in (3, 4):
+        here.forward("a", seq, LENGTHS)
+    here.settle()
+    here.optim("a", 5, learning_rate=0.1)
+    here.settle()
+    assert (copies(here), stored_requests(here)) == ([5], 0)
+    step(here, 6)
+    before = state(here)
+    die(here)
+    here.settle()
+    assert_same(state(here), before)
+    other = make("undisturbed")
+    step(other, 1)
+    for seq in (3, 4):
+        other.forward("a", seq, LENGTHS)
+    other.settle()
+    other.optim("a", 5, learning_rate=0.1)
+    other.settle()
+    step(other, 6)
+    assert_same(state(here), state(other))
+
+
+def test_a_spoiled_step_that_does_not_come_leaves_no_requests(make: Callable[..., Here]) -> None:
+    here = make(replay_s=1000.0)
+    here.add("a", 1, "forward_backward", b"no protobuf")
+    here.settle()
+    for seq in range(2, 5):
+        here.forward("a", seq, LENGTHS)
+        here.settle()
+    assert stored_requests(here) == 0
+
+
 def test_a_step_whose_replay_computes_other_gradients_loses_its_model(
     make: Callable[..., Here],
 ) -> None:

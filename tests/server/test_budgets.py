@@ -9,7 +9,7 @@ import pytest
 from tests.server.serving import Served, forward_backward_body, refused, served
 from tests.server.test_tenants import key, speaking
 from tinsmith.protocol.serving import SampleDone, SampleFailed, SampleStopped
-from tinsmith.server import budgets
+from tinsmith.server import budgets, queued_operations
 from tinsmith.store.keys import add_key
 from tinsmith.store.records import Outcome, Used
 from tinsmith.store.usage import DAY_S, add_usage, used_between
@@ -145,7 +145,21 @@ async def test_a_tenant_has_so_many_sequences_operations_and_models_at_a_time(se
         await team.step(models[1], 1)
 
 
-async def test_a_key_names_base_models_and_limits_storage(server: Served) -> None:
+async def test_withholding_the_first_operation_lets_in_the_parts_of_one_call_and_no_more(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queued_operations, "_PARTS", 4)
+    async with speaking(server, add_key(server.store, key("team", max_parallel=3))) as team:
+        model, other = await team.new_run(), await team.new_run()
+        for seq_id in range(2, 9):
+            await team.step(model, seq_id)
+        for more, seq_id in ((model, 9), (other, 2), (other, 1)):
+            step = {"model_id": more, "seq_id": seq_id, "adam_params": {}}
+            assert "7 operations of tenant 'team' are unfinished" in await team.refusal("optim_step", step, 429)
+        await team.step(model, 1)
+
+
+async def test_a_key_names_base_models_and_limits_storage(server: Served, caplog: pytest.LogCaptureFixture) -> None:
     texts = [add_key(server.store, key("a", "team", models=["other"], storage_bytes=20)), ""]
     texts[1] = add_key(server.store, key("b", "team"))
     async with speaking(server, texts[0]) as limited, speaking(server, texts[1]) as mate:
@@ -159,6 +173,8 @@ async def test_a_key_names_base_models_and_limits_storage(server: Served) -> Non
         ):
             assert "key 'a' allows the base models other, and not 'tiny'" in await limited.refusal(path, sent, 403)
         assert (await limited.shown("get_server_capabilities"))["supported_models"] == []
+    told = [each for each in caplog.messages if each.startswith("key ")]
+    assert told == ["key 'a' allows the base models other, and this server serves tiny"]
     text = add_key(server.store, key("c", "team", storage_bytes=20))
     async with speaking(server, text) as team:
         save = {"model_id": model, "path": "x"}

@@ -8,7 +8,12 @@ import httpx
 import pytest
 
 from tests.server.serving import SHAPE, Served, refused
+from tests.server.test_tenants import key, speaking
+from tinsmith.errors import NotFoundError
+from tinsmith.store import catalog
+from tinsmith.store.keys import add_key
 from tinsmith.store.store import sweep
+from tinsmith.store.usage import stored_bytes
 
 A = "tinker://m/weights/a"
 
@@ -44,13 +49,38 @@ async def test_publishing_and_a_time_to_live_are_set_and_taken_away(server: Serv
         assert "ttl_seconds" in refused(await manage(server, A, "PUT /ttl", wrong))
 
 
-async def test_a_deleted_checkpoint_is_gone_at_once_and_its_files_soon(server: Served) -> None:
+async def test_a_deleted_checkpoint_is_gone_at_once_and_can_be_restored_for_a_day(server: Served) -> None:
     saved = server.save(A)
+    await manage(server, A, "DELETE")
+    told = await server.refusal("weights_info", {"tinker_path": A}, 404)
+    assert f"`tinsmith checkpoints restore {A}` beside the server brings it back" in told
+    assert stored_bytes(server.store) == {"local": saved.size_bytes}
+    catalog.restore_checkpoint(server.store, A)
+    with pytest.raises(NotFoundError, match="is no deleted checkpoint"):
+        catalog.restore_checkpoint(server.store, A)
+    assert len((await server.shown("checkpoints"))["checkpoints"]) == 1
     assert [(await manage(server, A, "DELETE")).status_code for _ in range(2)] == [200, 404]
     assert (await server.shown("checkpoints"))["checkpoints"] == []
-    assert server.hub.files.at(saved.directory).sizes() == {"weights": 10}
-    await server.hub.lifetimes.sweep()
-    assert server.hub.files.at(saved.directory).sizes() == {}
+    for sizes in ({"weights": 10}, {}):
+        await server.hub.lifetimes.sweep()
+        assert server.hub.files.at(saved.directory).sizes() == sizes
+        if sizes:
+            catalog.purge_checkpoint(server.store, A)
+    assert stored_bytes(server.store) == {}
+
+
+async def test_no_checkpoint_of_a_tenant_lives_longer_than_its_keys_say(server: Served) -> None:
+    async with speaking(server, add_key(server.store, key("team", checkpoint_ttl_s=7200.0))) as team:
+        path = server.save(f"tinker://{await team.new_run()}/weights/a", tenant="team").tinker_path
+        for ttl_s, shown in ((7201, "7201"), (None, "null")):
+            told = refused(await manage(team, path, "PUT /ttl", {"ttl_seconds": ttl_s}))
+            assert f"ttl_seconds={shown} is longer than the 7200 s" in told
+        assert (await manage(team, path, "PUT /ttl", {"ttl_seconds": 7200})).status_code == 200
+        body = {"source_path": path, "destination_project_id": "archive"}
+        assert "ttl_seconds=9999 is longer" in await team.refusal("copy_weights", body | {"ttl_seconds": 9999})
+        before = time.time()
+        copy = (await team.answer("copy_weights", body))["tinker_path"]
+        assert before <= (server.store.require_checkpoint(copy).expires_at or 0) - 7200 <= time.time()
 
 
 @pytest.mark.parametrize("method", ["DELETE", "POST /publish", "DELETE /publish", "PUT /ttl"])
@@ -93,6 +123,7 @@ async def test_a_copy_shares_files_and_outlives_its_source(server: Served) -> No
     assert (await server.result(await server.step(copy.model_id, 1)))["category"] == "user"
     for path, sizes in ((source.tinker_path, {"weights": 10}), (other, {"weights": 10}), (first, {})):
         await manage(server, path, "DELETE")
+        catalog.purge_checkpoint(server.store, path)
         sweep(server.store, server.hub.files)
         assert server.hub.files.at(source.directory).sizes() == sizes
 

@@ -65,7 +65,7 @@ def test_what_a_replay_needs_stays_until_it_is_released_or_its_model_is_lost(tmp
     commands = store.queued(MODEL)
     store.record([done(0), *map(replayed, (1, 2, 3))])
     assert (kept(store, commands), blobs_in(tmp_path) != []) == ([1, 2, 3], True)
-    store.record([HistoryChange(MODEL, begins=True, summary={}, released=(0, 1))])
+    store.record([HistoryChange(MODEL, begins=True, summary={}, released=[(0, 1)])])
     assert (kept(store, commands), store.blobs.read(DIGEST)) == ([2, 3], DATA)
     if how == "release":
         store.end_history(MODEL)

@@ -46,7 +46,7 @@ MADE_UP = """
 from alembic import op
 from sqlalchemy import Column, Text
 
-revision, down_revision = "8", "7"
+revision, down_revision = "9", "8"
 
 def upgrade():
     op.add_column("sessions", Column("mood", Text, server_default="calm"))
@@ -173,8 +173,8 @@ def test_checkpoints_are_found_by_path_and_kind_until_they_expire_or_are_replace
     gone = r"^tinker://m/sampler_weights/b does not exist any more: it expired at \d{4}-.* UTC; save with a longer"
     with pytest.raises(NotFoundError, match=gone):
         store.require_checkpoint(expired.tinker_path, "sampler")
-    assert (store.expired_checkpoints(), store.discarded_directories()) == ([expired], [])
-    assert store.drop_expired_checkpoints() == [expired]
+    assert (store.gone_checkpoints(), store.discarded_directories()) == ([expired], [])
+    assert store.drop_gone_checkpoints() == [expired]
     assert store.discarded_directories() == ["e"]
     store.announce_checkpoint("f")
     store.put_checkpoint(replace(kept, directory="f"))
@@ -223,14 +223,14 @@ def test_a_checkpoint_whose_row_was_not_taken_is_added_again_with_the_same_files
 
 
 def test_a_database_of_the_first_release_becomes_one_of_today(tmp_path: Path) -> None:
-    """All that it holds belongs to the tenant `local`, and imported checkpoints stay readable by all."""
+    """All that it holds belongs to the tenant `local`, and only imported checkpoints can be read by others."""
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
         connection.executescript((Path(__file__).parent / "schema_5.sql").read_text())
         connection.execute(
             "INSERT INTO sessions (session_id, tags, sdk_version, created_at, last_seen_at) "
             "VALUES ('s', '[]', '', 1, 1)"
         )
-        for run, public in ((MODEL, 0), ("imported", 0)):
+        for run, public in ((MODEL, 1), ("imported", 0)):
             connection.execute(
                 "INSERT INTO checkpoints (tinker_path, model_id, kind, name, directory, base_model, architecture, "
                 "lora_config, has_optimizer, size_bytes, created_at, public) "

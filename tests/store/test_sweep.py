@@ -16,7 +16,14 @@ import pytest
 from tests.preloaded import REAL_PYTHON
 from tests.store.test_files import write
 from tests.store.test_store import DESCRIPTION, checkpoint
-from tinsmith.store.catalog import copy_checkpoint, delete_checkpoint, set_checkpoint_ttl
+from tinsmith.store.catalog import (
+    copy_checkpoint,
+    delete_checkpoint,
+    list_run_checkpoints,
+    publish_checkpoint,
+    restore_checkpoint,
+    set_checkpoint_ttl,
+)
 from tinsmith.store.files import WRITING_S, CheckpointFiles
 from tinsmith.store.store import Store, find_garbage, find_unknown, sweep
 
@@ -73,19 +80,39 @@ def test_what_is_in_use_is_left_alone(store: Store, files: CheckpointFiles, late
     assert [bool(files.at(place).sizes()) for place in (kept, sent)] == [True, True]
 
 
-def test_expired_and_deleted_checkpoints_go_with_their_files(store: Store, files: CheckpointFiles) -> None:
+def test_expired_checkpoints_go_with_their_files_and_deleted_ones_a_day_later(
+    store: Store, files: CheckpointFiles, later: Callable[[], None]
+) -> None:
     expired = saved(store, files, "tinker://m/weights/expired", time.time() - 1)
     deleted = saved(store, files, "tinker://m/weights/deleted")
     kept = saved(store, files, "tinker://m/weights/kept")
     delete_checkpoint(store, "tinker://m/weights/deleted")
-    assert found(store, files) == [
-        ("tinker://m/weights/expired", "has expired", 10),
-        (f"files of {deleted}", "no checkpoint has them any more", 10),
-    ]
+    assert found(store, files) == [("tinker://m/weights/expired", "has expired", 10)]
+    sweep(store, files)
+    assert [files.at(place).sizes() for place in (expired, deleted)] == [{}, {"a": 10, "b": 0}]
+    later()
+    assert found(store, files) == [("tinker://m/weights/deleted", "was deleted", 10)]
     for _ in range(2):
         sweep(store, files)
         assert [files.at(place).sizes() for place in (expired, deleted, kept)] == [{}, {}, {"a": 10, "b": 0}]
         assert found(store, files) == []
+
+
+def test_the_newest_checkpoints_of_a_run_and_kind_stay_and_published_ones(store: Store, files: CheckpointFiles) -> None:
+    for name in ("public", "first", "second", "third"):
+        for path in (f"tinker://m/weights/{name}", f"tinker://other/weights/{name}"):
+            row = checkpoint(path, directory=write(files))
+            store.put_checkpoint(replace(row, created_at=time.time()), kept=2 if "//m/" in path else None)
+            if name == "public":
+                publish_checkpoint(store, path, public=True)
+    store.put_checkpoint(checkpoint("tinker://m/sampler_weights/a", directory=write(files)), kept=2)
+    living = [each.tinker_path for each in list_run_checkpoints(store, "m")]
+    assert living == [*(f"tinker://m/weights/{name}" for name in ("third", "second", "public")), living[-1]]
+    assert living[-1] == "tinker://m/sampler_weights/a"
+    assert len(list_run_checkpoints(store, "other")) == 4
+    sweep(store, files)
+    restore_checkpoint(store, "tinker://m/weights/first")
+    assert files.at(store.require_checkpoint("tinker://m/weights/first").directory).sizes()
 
 
 def test_files_that_a_living_copy_has_free_nothing(store: Store, files: CheckpointFiles) -> None:

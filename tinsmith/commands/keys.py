@@ -1,5 +1,6 @@
 """`tinsmith keys`: makes, lists, rotates and revokes API keys, beside a server that runs too."""
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -14,34 +15,40 @@ from tinsmith.errors import ConfigError
 from tinsmith.store.keys import add_key, list_keys, revoke_key, rotate_key
 from tinsmith.store.records import ApiKey
 from tinsmith.store.store import Store, opened
+from tinsmith.store.usage import stored_bytes
 
 _NAME = re.compile(r"[\w.@-]{1,64}")
 _DAY_S = 86400.0
+_LONGEST_S = 36525 * _DAY_S
+_MOST = 1e18
+"""Of any limit: an integer of the database holds it."""
 _UNITS = {"m": 60.0, "h": 3600.0, "d": _DAY_S, "w": 7 * _DAY_S}
 
 
 def a_day(text: str, option: str) -> float:
     """The number in N or N/day. Raises ConfigError."""
     number = text.removesuffix("/day").replace("_", "").replace(",", "")
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[0-9]+)?", number):
-        raise ConfigError(f"{option}={text!r} is no number a day, such as 2000000/day")
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[0-9]+)?", number) or float(number) > _MOST:
+        raise ConfigError(f"{option}={text!r} is no number a day of at most {_MOST:.0e}, such as 2000000/day")
     return float(number)
 
 
 def size_of(text: str) -> int:
     """The bytes of a size such as 50GiB; a number is in GiB. Raises ConfigError."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]iB)?", text)
-    if found is None:
-        raise ConfigError(f"--storage={text!r} is no size, such as 50GiB")
-    return int(float(found[1]) * SIZES[found[2] or "GiB"])
+    size = float(found[1]) * SIZES[found[2] or "GiB"] if found else math.inf
+    if size > _MOST:
+        raise ConfigError(f"--storage={text!r} is no size of at most {_MOST:.0e} bytes, such as 50GiB")
+    return int(size)
 
 
-def until(text: str) -> float:
-    """The Unix time so long from now, such as 90d or 12h. Raises ConfigError."""
+def seconds_of(text: str, option: str) -> float:
+    """The seconds of a time such as 90d or 12h. Raises ConfigError."""
     found = re.fullmatch(r"([0-9]+)([mhdw])", text)
-    if found is None:
-        raise ConfigError(f"--expires={text!r} is no time from now, such as 90d, 12h, 30m or 4w")
-    return time.time() + int(found[1]) * _UNITS[found[2]]
+    seconds = float(found[1]) * _UNITS[found[2]] if found else math.inf
+    if seconds > _LONGEST_S:
+        raise ConfigError(f"{option}={text!r} is no time such as 90d, 12h, 30m or 4w, of at most 100 years")
+    return seconds
 
 
 def add(data_dir: Path, key: ApiKey) -> str:
@@ -68,9 +75,12 @@ def revoke(data_dir: Path, name: str) -> None:
 def listed(data_dir: Path) -> Table | str:
     """A table of all keys."""
     with opened(data_dir) as store:
-        keys = list_keys(store)
-    columns = ("name", "tenant", "role", "key", "state", "limits")
-    rows = [(k.name, k.tenant, k.role, f"tml-{k.key_id}-...", _state(k), ", ".join(_limits(k))) for k in keys]
+        keys, stored = list_keys(store), stored_bytes(store)
+    columns = ("name", "tenant", "role", "key", "state", "MiB stored", "limits")
+    rows = [
+        (k.name, k.tenant, k.role, f"tml-{k.key_id}-...", _state(k), f"{stored[k.tenant] / 2**20:,.1f}", limits)
+        for k, limits in ((key, ", ".join(_limits(key))) for key in keys)
+    ]
     return table(rows, columns) if rows else "there are no keys: the server serves this machine only, and asks for none"
 
 
@@ -99,3 +109,7 @@ def _limits(key: ApiKey) -> Iterator[str]:
         yield f"{key.gpu_seconds_a_day:,g} GPU-seconds/day"
     if key.storage_bytes is not None:
         yield f"{key.storage_bytes / 2**30:,.3g} GiB"
+    if key.kept_checkpoints is not None:
+        yield f"{key.kept_checkpoints:,} checkpoints of a run"
+    if key.checkpoint_ttl_s is not None:
+        yield f"checkpoints for {key.checkpoint_ttl_s / 3600:,.4g} h"

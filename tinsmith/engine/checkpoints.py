@@ -5,6 +5,7 @@ is replaced by new files and a new row. A save is acknowledged when first the fi
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from tinsmith.protocol.shapes import LoraShape, rank_refusal
 from tinsmith.protocol.work import ExportModel, LoadModel, SaveModel
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.keys import storage_limit
+from tinsmith.store.keys import SPACE, Retention, retention_of
 from tinsmith.store.records import SESSION_END, Checkpoint, Command
 from tinsmith.store.store import Store
 from tinsmith.store.usage import stored_bytes
@@ -57,13 +58,16 @@ class CheckpointRows:
 
         The server asks too, but of saves that wait behind each other it lets all in.
         """
-        tenant = self.store.tenant_of(ids.session_of(model_id))
-        limit = storage_limit(self.store, tenant)
-        if limit is not None and (stored := stored_bytes(self.store, tenant)) >= limit:
+        allowed = self.retention(model_id)
+        tenant, limit = allowed.tenant, allowed.storage_bytes
+        if limit is not None and (stored := stored_bytes(self.store)[tenant]) >= limit:
             raise UserError(
-                f"tenant {tenant!r} stores {stored:,} bytes of checkpoints, and its keys allow {limit:,}; "
-                "delete some, or let them expire, and save again"
+                f"tenant {tenant!r} stores {stored:,} bytes of checkpoints, and its keys allow {limit:,}; {SPACE}"
             )
+
+    def retention(self, model_id: str) -> Retention:
+        """What the tenant of a model may store."""
+        return retention_of(self.store, self.store.tenant_of(ids.session_of(model_id)))
 
     def announce(
         self,
@@ -96,15 +100,18 @@ class CheckpointRows:
             "tenant": self.store.tenant_of(ids.session_of(path.model_id)),
         }
 
-    def written(self, call: SaveModel | ExportModel, command: Command | None) -> Steps[Checkpoint]:
+    def written(
+        self, call: SaveModel | ExportModel, command: Command | None, kept: int | None = None
+    ) -> Steps[Checkpoint]:
         """Let a worker write an announced checkpoint's files, then store its row; one of the same path is replaced.
 
-        Without a `command` the server saves the model for itself.
+        Without a `command` the server saves the model for itself. Of its run and kind the newest `kept` stay.
+
         Raises TinsmithError if the disk or the object store does not take it; then there is none.
         """
         found = yield call
         checkpoint = Checkpoint(**call.checkpoint, **found)
-        yield from until_stored(lambda: self.store.put_saved(checkpoint, command))
+        yield from until_stored(lambda: self.store.put_saved(checkpoint, command, kept))
         return checkpoint
 
     def check_still_there(self, tinker_path: str) -> None:
@@ -181,22 +188,25 @@ class CheckpointOperations:
         recipients: Sequence[str] = (),
         command: Command | None = None,
     ) -> Steps[Checkpoint]:
+        allowed = self.rows.retention(model.model_id)
+        ttl_s = allowed.ttl_s(ttl_seconds)
         architecture = self.facts()[model.base_model].architecture
-        row = self.rows.announce(path, model.base_model, architecture, asdict(model.shape), ttl_seconds, user_metadata)
+        row = self.rows.announce(path, model.base_model, architecture, asdict(model.shape), ttl_s, user_metadata)
         about = self.next_number(), model.base_model, model.model_id
         call = (
             ExportModel(*about, list(recipients), row)
             if path.kind == "external"
             else SaveModel(*about, path.kind == "training", row)
         )
-        return (yield from self.rows.written(call, command))
+        return (yield from self.rows.written(call, command, allowed.kept_checkpoints))
 
     def keep(self, model_id: str) -> Steps[Ended]:
         """Save a model that the server is going to unload, if it was ever created."""
         model = self.models.find(model_id)
         if model is None:
             return Ended({})
-        ttl_s = self.config.training.ended_model_ttl_s
+        longest_s = self.rows.retention(model_id).checkpoint_ttl_s
+        ttl_s = min(self.config.training.ended_model_ttl_s, math.inf if longest_s is None else longest_s)
         saved = yield from self._written(model, CheckpointPath(model_id, "training", SESSION_END), ttl_s)
         yield from until_stored(lambda: self.rows.store.unload_model(model_id))
         log.info(

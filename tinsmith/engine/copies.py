@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 MOST_REPLAYED_S = 300.0
 """Seconds of work after which a history without copies is given up: its requests would fill the disk."""
 
+MOST_OPEN = 100_000
+"""Datums after which the passes of a step that does not come are given up, for the same reason."""
+
 TRIED_AGAIN_S = 60.0
 """Seconds of work after which a copy that failed is tried again."""
 
@@ -88,7 +91,7 @@ class Copies:
                 call.together,
                 routed if any(routed) else [],
             )
-            model.history.add(event)
+            model.history.add_pass(event)
             model.history.seconds += seconds * sum(event.lengths) / sum(call.lengths)
             self._bound(model)
 
@@ -118,6 +121,13 @@ class Copies:
                 "(--kept-copies-gib), and what came since it was saved has taken more than %.0f s",
                 *(model.model_id, MOST_REPLAYED_S),
             )
+        elif history.open_datums > MOST_OPEN:
+            history.give_up_open_step(model.added_seq)
+            log.warning(
+                "model %s has computed over %d datums since its last optim_step: if its worker dies before the next "
+                "one, that is refused",
+                *(model.model_id, MOST_OPEN),
+            )
 
     # ---- Copies
 
@@ -134,10 +144,13 @@ class Copies:
     def _is_due(self, history: History) -> bool:
         """Whether all models together might replay more than `--replay-s`.
 
-        A checkpoint that its client may delete is replaced as soon as possible.
+        A checkpoint that its client may delete is replaced as soon as possible, and so are all states before a step
+        that cannot be replayed.
         """
-        if history.copying is not None or history.seconds < history.wanted_s:
+        if history.copying is not None or (history.seconds < history.wanted_s and not history.open_is_given_up):
             return False
+        if history.open_is_given_up:
+            return True
         newest = history.kept[-1].source if history.kept else None
         if newest is None or (isinstance(newest, Saved) and not newest.is_copy):
             return True

@@ -127,6 +127,8 @@ class CrashRecovery:
                 self._lose(model_id, f"{self.reason} while the model was brought back, {MOST_ENDS} times now")
         for model_id, model in self.models.loaded.items():
             model.history.copying = None
+            if model.history.open_is_given_up:
+                model.spoil(f"{self.reason}, and its gradients are of too many datums to compute them again")
             if model.history.kept:
                 self.waiting.setdefault(model_id, 0)
             else:

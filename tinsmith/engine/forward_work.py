@@ -8,7 +8,16 @@ from itertools import islice
 
 import numpy as np
 
-from tinsmith.engine.passes import PASS_S, DatumOutput, ForwardOperation, Paces, Piece, next_pass
+from tinsmith.engine.passes import (
+    PASS_S,
+    DatumOutput,
+    ForwardOperation,
+    Paces,
+    Piece,
+    TenantSeconds,
+    first_open,
+    next_pass,
+)
 from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
 from tinsmith.observing.metrics import PASS_ROOM, PASS_SECONDS, PASS_TOKENS, PASSES, direction_of
 from tinsmith.protocol.messages import Message
@@ -62,15 +71,14 @@ class ForwardQueues(dict[str, deque[ForwardOperation]]):
 
 @dataclass(eq=False)
 class PassOrder:
-    """Chooses the next pass: models, and base models, take turns."""
+    """Chooses the next pass: tenants get equal seconds, and the models and base models of each take turns."""
 
     paces: Paces
     max_pixels: int
     """Most pixels of images that a pass decodes."""
     served: dict[str, int] = field(default_factory=dict)
     """Number of the last pass of each model."""
-    served_tenants: dict[str, int] = field(default_factory=dict)
-    """The same of each tenant."""
+    seconds: TenantSeconds = field(default_factory=TenantSeconds)
     tenant_of: Callable[[str], str] = lambda _: LOCAL
     """Tells the tenant of a model."""
     served_bases: dict[str, int] = field(default_factory=dict)
@@ -78,36 +86,46 @@ class PassOrder:
 
     def given(self, number: int, pieces: list[Piece]) -> None:
         """Note that the worker has been given a pass."""
-        models = {piece.operation.command.model_id for piece in pieces}
-        self.served |= dict.fromkeys(models, number)
-        self.served_tenants |= dict.fromkeys(map(self.tenant_of, models), number)
-        self.served_bases[pieces[0].operation.base_model] = number
+        tokens: Counter[str] = Counter()
+        for piece in pieces:
+            model_id = piece.operation.command.model_id
+            self.served[model_id] = number
+            tokens[self.tenant_of(model_id)] += piece.tokens
+        base_model = pieces[0].operation.base_model
+        self.served_bases[base_model] = number
+        self.seconds.given(number, base_model, tokens)
 
     def next(
         self, queues: ForwardQueues, put_off: Collection[str], of_images: bool, decoding: Collection[str]
     ) -> list[Piece]:
-        """Compose a pass on the base model served longest ago; of those never served, that of the oldest operation.
+        """Compose a pass on the base model of the tenant with the fewest seconds.
 
-        Models in `put_off` have none. With `of_images` it is one of models with images to decode, or that are
-        `decoding` some: a model stays with the passes of images until these are computed, so that its own passes keep
-        their order.
+        Of several it is the one served longest ago; of those never served, that of the oldest operation. Models in
+        `put_off` have none. With `of_images` it is one of models with images to decode, or that are `decoding` some: a
+        model stays with the passes of images until these are computed, so that its own passes keep their order.
         """
+        ready = {model_id for model_id, queue in queues.items() if model_id not in put_off and first_open(queue)}
+        self.seconds.wait(set(map(self.tenant_of, ready)))
         able = {
             model_id: queue
             for model_id, queue in queues.items()
-            if model_id not in put_off and (model_id in decoding or any(map(_has_images, queue))) is of_images
+            if model_id in ready and (model_id in decoding or any(map(_has_images, queue))) is of_images
         }
         bases: dict[str, list[deque[ForwardOperation]]] = {}
         for queue in sorted(able.values(), key=lambda queue: queue[0].command.id):
             bases.setdefault(queue[0].base_model, []).append(queue)
-        in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
+
+        def turn(name: str) -> tuple[float, int]:
+            tenants = {self.tenant_of(queue[0].command.model_id) for queue in bases[name]}
+            return min(map(self.seconds.of, tenants)), self.served_bases.get(name, 0)
+
         workers = self.paces.workers
         passes = (
             next_pass(
                 *(bases[name], self.paces.most_tokens(name), self.max_pixels, self.served, workers),
-                *(self.tenant_of, self.served_tenants),
+                *(self.tenant_of, self.seconds.of),
             )
-            for name in in_turn
+            for name in sorted(bases, key=turn)
         )
         return next((pieces for pieces in passes if pieces and not self._is_others_turn(pieces, queues, put_off)), [])
 
@@ -236,6 +254,7 @@ class ForwardWork:
         self.sent.clear()
         self.of_images.clear()
         self.order.paces.clear()
+        self.order.seconds.workers_ended()
         return back
 
     def take_complete(self) -> list[ForwardOperation]:
@@ -324,6 +343,7 @@ class ForwardWork:
     def _pass_done(self, message: PassDone) -> None:
         pieces = self.passes.pop(message.number, [])
         self.of_images.discard(message.number)
+        self.order.seconds.ended(message.number)
         for took in message.took:
             self.order.paces.learn(*took)
             base_model, backward, _, seconds = took
@@ -354,7 +374,9 @@ class ForwardWork:
             shares = self.shares.pop(base_model, None) or self.last_shares.get(base_model, Counter())
             self.last_shares[base_model] = shares
             for model_id, tokens in shares.items():
-                self.paid[model_id] += seconds * tokens / shares.total()
+                paid = seconds * tokens / shares.total()
+                self.paid[model_id] += paid
+                self.order.seconds.paid(base_model, self.order.tenant_of(model_id), tokens, paid)
 
     def _take_results(self, message: PassDone, pieces: list[Piece], operations: dict[str, ForwardOperation]) -> None:
         for request_id, index, output in _outputs(message):

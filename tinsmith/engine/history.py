@@ -136,6 +136,10 @@ class History:
     """The operation that has left it."""
     seconds: float = 0.0
     """Time of the workers for all passes and steps of the model."""
+    open_datums: int = 0
+    """Datums in passes of the open step."""
+    open_is_given_up: bool = False
+    """Whether passes of the open step are missing, so that it is refused if workers end before it."""
     copying: Kept | None = None
     """The copy that a worker was asked for, until it is told whether it is complete."""
     copy_failed: bool = False
@@ -146,6 +150,11 @@ class History:
     """The operation up to which the log has dropped the requests, or is going to."""
     whole_from: int = 0
     """The first state since which all events are there."""
+    given_up: tuple[int, int] | None = None
+    """The open step's operations when it was given up, behind the first of these seq_ids, up to the second.
+
+    None once the journal has it: the log drops their requests then.
+    """
     added: set[int] = field(default_factory=set)
     """Numbers of the events that are not in the journal."""
     removed: set[int] = field(default_factory=set)
@@ -162,6 +171,11 @@ class History:
         """The place behind which the requests of operations are needed."""
         needed = [*self.kept, *([self.copying] if self.copying else [])]
         return needed[0].mark if needed else self.mark()
+
+    @property
+    def keeps_open_step(self) -> bool:
+        """Whether all passes of the open step are there."""
+        return self.state >= self.whole_from and not self.open_is_given_up
 
     def add(self, event: Event) -> None:
         if event.state >= self.whole_from:
@@ -181,10 +195,19 @@ class History:
             else:
                 self.removed.add(number)
 
+    def add_pass(self, event: Passed) -> None:
+        """Add a pass of the open step, unless that is given up."""
+        if self.keeps_open_step:
+            self.add(event)
+            self.open_datums += len(event.pieces)
+
     def step(self, seq_id: int, event: Stepped) -> None:
         """Add a step that was applied, which leaves another state."""
         self.add(event)
-        self.state, self.stepped_seq = self.state + 1, seq_id
+        self.state, self.stepped_seq, self.open_datums = self.state + 1, seq_id, 0
+        if self.open_is_given_up:  # no state before it leads to this one
+            self._drop(list(self.numbered))
+            self.kept, self.whole_from, self.open_is_given_up = [], self.state, False
         if not self.kept and self.copying is None:
             self._drop(list(self.numbered))
             self.whole_from = self.state
@@ -203,6 +226,7 @@ class History:
         """Begin anew: the model was replaced by a checkpoint."""
         self.state, self.stepped_seq = self.state + 1, seq_id
         self.kept, self.copying = [Kept(source, self.mark())], None
+        self.open_datums, self.open_is_given_up = 0, False
         self._drop(list(self.numbered))
 
     def forget_gradients(self) -> None:
@@ -210,6 +234,12 @@ class History:
         self._drop(
             [number for number, each in self.numbered.items() if isinstance(each, Passed) and each.state == self.state]
         )
+        self.open_datums, self.open_is_given_up = 0, False
+
+    def give_up_open_step(self, added_seq: int) -> None:
+        """Keep no passes of the open step, of which `added_seq` ended last: their requests would fill the disk."""
+        self.forget_gradients()
+        self.open_is_given_up, self.given_up = True, (self.stepped_seq, added_seq)
 
     def forget_save(self, command: Command) -> None:
         """Forget a save: it has ended."""

@@ -29,8 +29,11 @@ def change_of(model: LoadedModel) -> HistoryChange | None:
     """
     history = model.history
     upto = history.needed_from.seq_id
-    released = (history.released_seq, upto) if upto > history.released_seq else None
+    released = [(history.released_seq, upto)] if upto > history.released_seq else []
     history.released_seq = max(upto, history.released_seq)
+    if history.given_up is not None:
+        released.append(history.given_up)
+        history.given_up = None
     if not history.kept:
         ends, model.journaled = model.journaled is not None, None
         return HistoryChange(model.model_id, released=released, ends=ends) if ends or released else None
@@ -57,6 +60,8 @@ def _summary(model: LoadedModel) -> dict[str, Any]:
         "state": history.state,
         "stepped_seq": history.stepped_seq,
         "seconds": history.seconds,
+        "open_datums": history.open_datums,
+        "open_is_given_up": history.open_is_given_up,
         "copy_failed": history.copy_failed,
         "wanted_s": history.wanted_s,
         "released_seq": history.released_seq,
@@ -100,6 +105,8 @@ def restored(stored: StoredHistory) -> tuple[ModelState, list[ForwardOperation],
     events = {number: _event_from_json(event, operations) for number, event in stored.events.items()}
     model = _model_from(stored.model_id, stored.summary)
     model.history.restored(events)
+    if model.history.open_is_given_up:
+        model.spoil("the engine has ended, and the gradients are of too many datums to compute them again")
     for event in list(events.values()):
         if isinstance(event, CopiedForSave) and event.command.seq_id not in queued:
             model.history.forget_save(event.command)
@@ -140,7 +147,17 @@ def _queue(ended: set[int], waiting: list[Command], under_way: set[int], model: 
 
 def _model_from(model_id: str, summary: Mapping[str, Any]) -> LoadedModel:
     kept = [Kept(_source_from_json(each["source"]), Mark(**each["mark"])) for each in summary["kept"]]
-    names = ("state", "stepped_seq", "seconds", "copy_failed", "wanted_s", "released_seq", "whole_from")
+    names = [
+        "state",
+        "stepped_seq",
+        "seconds",
+        "open_datums",
+        "open_is_given_up",
+        "copy_failed",
+        "wanted_s",
+        "released_seq",
+        "whole_from",
+    ]
     history = History(kept, **{name: summary[name] for name in names})
     return LoadedModel(
         model_id,

@@ -44,7 +44,11 @@ class Outcomes:
         encoded: dict[ForwardOperation, Outcome] = {}
         for operation in operations:
             with failing_into(partial(self.fail, operation.command, touches_step=operation.backward)):
-                encoded[operation] = replace(_outcome(operation), gpu_seconds=self._unpaid(operation.command.model_id))
+                encoded[operation] = replace(
+                    _outcome(operation),
+                    gpu_seconds=self._unpaid(operation.command.model_id),
+                    replays=self._is_replayed(operation),
+                )
         for operation, outcome in encoded.items():
             model = self.models.find(operation.command.model_id)
             if model is not None and operation.backward:
@@ -63,6 +67,12 @@ class Outcomes:
     def catch_up(self) -> None:
         """Record forward work that is computed, before anything changes its model behind it."""
         self.computed(self.take_complete())
+
+    def _is_replayed(self, operation: ForwardOperation) -> bool:
+        """Whether a replay may need the request."""
+        model = self.models.find(operation.command.model_id)
+        is_taken = model is not None and model.history.keeps_open_step and not model.spoiled
+        return operation.backward and is_taken
 
     def ended(self, command: Command, running: Running, ended: Ended) -> None:
         """Record the result of an operation that is no forward work."""
@@ -157,7 +167,7 @@ def _outcome(operation: ForwardOperation) -> Outcome:
     outputs = [{"logprobs": result.logprobs} for result in operation.in_order]
     result = encode_output(outputs, operation.metrics)
     command, tokens = operation.command, operation.tokens
-    return Outcome(command.request_id, result, "protobuf", None, None, tokens=tokens, replays=operation.backward)
+    return Outcome(command.request_id, result, "protobuf", None, None, tokens=tokens)
 
 
 # Records the outcomes of operations in the log, then tells the server.

@@ -1,9 +1,9 @@
 """Composes forward work of many models into passes under a token budget, and learns how long passes take.
 
-An operation may need several passes and a pass may serve several operations. Tenants take turns of half a pass, and so
-do the models of each; those go first that were served longest ago, so a long operation does not hold up a short one of
-another model. A turn is not a single datum: each adapter of a pass costs multiplications of its own, which are fast
-only over many tokens.
+An operation may need several passes and a pass may serve several operations. Tenants take turns of half a pass, first
+the one that has had the device for the least time, and so do the models of each; those go first that were served
+longest ago, so a long operation does not hold up a short one of another model. A turn is not a single datum: each
+adapter of a pass costs multiplications of its own, which are fast only over many tokens.
 """
 
 import logging
@@ -150,7 +150,7 @@ def next_pass(
     served: Mapping[str, int],
     workers: int,
     tenant_of: Callable[[str], str],
-    served_tenants: Mapping[str, int],
+    seconds_of: Callable[[str], float],
 ) -> list[Piece]:
     """Choose the next pass: datums of the model served longest ago, and others that fit beside, in one direction.
 
@@ -158,23 +158,23 @@ def next_pass(
     which pass a model was last served; among those that never were, the oldest operation goes first. `most_tokens` are
     those of a pass of all `workers`, forward and (True) with backward.
 
-    Tenants take turns (`served_tenants` says in which pass), and their models in turns of their own: each tenant has an
-    equal part, however many models it has. Nothing is returned if none can be computed now.
+    Tenants take turns, those with the fewest seconds first (`seconds_of`), and their models in turns of their own: each
+    tenant has an equal part, however many models it has. Nothing is returned if none can be computed now.
     """
-    ready = [(queue, operation) for queue in queues if (operation := _first_open(queue)) is not None]
+    ready = [(queue, operation) for queue in queues if (operation := first_open(queue)) is not None]
     ready.sort(key=lambda pair: (served.get(pair[1].command.model_id, 0), pair[1].command.id))
     if not ready:
         return []
     of_tenants: dict[str, list[tuple[deque[ForwardOperation], ForwardOperation]]] = {}
     for each in ready:
         of_tenants.setdefault(tenant_of(each[1].command.model_id), []).append(each)
-    in_turn = [of_tenants[name] for name in sorted(of_tenants, key=lambda name: served_tenants.get(name, 0))]
+    in_turn = [of_tenants[name] for name in sorted(of_tenants, key=seconds_of)]
     ready = [each for turn in zip_longest(*in_turn) for each in turn if each is not None]
     backward = ready[0][1].backward
     return list(_choose([_pieces(queue, backward) for queue, _ in ready], most_tokens[backward], max_pixels, workers))
 
 
-def _first_open(queue: deque[ForwardOperation]) -> ForwardOperation | None:
+def first_open(queue: deque[ForwardOperation]) -> ForwardOperation | None:
     """Return a model's first operation with an open datum; None if there is none, or one before it is not prepared."""
     for operation in queue:
         if operation.prepared is None:
@@ -222,6 +222,56 @@ def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: in
             if piece.together:
                 return
             piece = next(source, None)
+
+
+# What each tenant has had.
+
+
+class TenantSeconds:
+    """Seconds of devices that tenants have had for passes, so that those who wait get equal parts.
+
+    One that comes begins where the one with the fewest of those who wait is: it is owed nothing for the time when it
+    wanted nothing. What is under way counts as long as its tokens took before.
+    """
+
+    def __init__(self) -> None:
+        self._had: dict[str, float] = {}
+        """Of those who wait, and of those who had more than `_least`."""
+        self._least = 0.0
+        """What the one with the fewest seconds had of those who waited last."""
+        self._per_token: dict[str, float] = {}
+        """Seconds of a token on each base model."""
+        self._under_way: dict[int, dict[str, float]] = {}
+        """Seconds that passes may take, by number and tenant."""
+
+    def of(self, tenant: str) -> float:
+        """Seconds that a tenant has had, and those that it is getting."""
+        had = self._had.get(tenant, self._least)
+        return had + sum(each.get(tenant, 0.0) for each in self._under_way.values())
+
+    def wait(self, tenants: set[str]) -> None:
+        """Take in which tenants have something that could be computed now."""
+        for tenant in tenants:
+            self._had.setdefault(tenant, self._least)
+        if tenants:
+            self._least = min(self._had[tenant] for tenant in tenants)
+        self._had = {each: had for each, had in self._had.items() if had > self._least or each in tenants}
+
+    def given(self, number: int, base_model: str, tokens: Mapping[str, int]) -> None:
+        """Note that a pass has begun, with so many tokens of each tenant."""
+        per_token = self._per_token.get(base_model, 0.0)
+        self._under_way[number] = {tenant: per_token * count for tenant, count in tokens.items()}
+
+    def ended(self, number: int) -> None:
+        self._under_way.pop(number, None)
+
+    def workers_ended(self) -> None:
+        self._under_way.clear()
+
+    def paid(self, base_model: str, tenant: str, tokens: int, seconds: float) -> None:
+        """Take in what a tenant's tokens have taken."""
+        self._per_token[base_model] = seconds / tokens
+        self._had[tenant] = self._had.get(tenant, self._least) + seconds
 
 
 # How long passes take, and how long they may be: short where sessions wait for each other.

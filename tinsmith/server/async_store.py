@@ -1,4 +1,7 @@
-"""The store for the event loop. One thread does all writes; commands that arrive during a write share the next one."""
+"""The store for the event loop. One thread does all writes; commands that arrive during a write share the next one.
+
+So do polls that look for outcomes: threads that read for each would keep the event loop from its lock.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -6,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
 from tinsmith.errors import StoreUnavailableError, reported
-from tinsmith.store.records import NewCommand
+from tinsmith.store.records import NewCommand, Outcome
 from tinsmith.store.store import Store
 
 _READ_THREADS = 4
@@ -27,6 +30,9 @@ class AsyncStore:
         self._open_group: tuple[list[NewCommand], asyncio.Task[list[bool]]] | None = None
         """Commands of the next transaction, and the task that commits it."""
         self._turn = asyncio.Lock()
+        self._open_look: tuple[list[str], asyncio.Task[dict[str, tuple[str, Outcome | None]]]] | None = None
+        """Operations that are looked up next, and the task that does it."""
+        self._look_turn = asyncio.Lock()
 
     async def read(
         self, method: Callable[Concatenate[Store, Params], Result], *args: Params.args, **kwargs: Params.kwargs
@@ -62,6 +68,20 @@ class AsyncStore:
         async with self._turn:
             self._open_group = None  # what arrives from now on is for the next group
             return await self.write(Store.append, group)
+
+    async def look_up(self, request_id: str) -> tuple[str, Outcome | None] | None:
+        """Status of an operation, and outcome if it has one; None if it is not in the log."""
+        if self._open_look is None:
+            group: list[str] = []
+            self._open_look = group, asyncio.create_task(self._look_up_all(group))
+        asked, found = self._open_look
+        asked.append(request_id)
+        return (await asyncio.shield(found)).get(request_id)
+
+    async def _look_up_all(self, group: list[str]) -> dict[str, tuple[str, Outcome | None]]:
+        async with self._look_turn:
+            self._open_look = None
+            return await self.read(Store.looked_up, group)
 
     def missing(self) -> str:
         """Say how the database's file has left its directory; empty if it has not. Takes microseconds."""

@@ -66,6 +66,11 @@ class BaseModels:
         return list(self._by_name.values())
 
     @property
+    def names(self) -> list[str]:
+        """Their names; of none before an engine was ready."""
+        return list(self._by_name)
+
+    @property
     def longest(self) -> int | None:
         """The longest context window; None before an engine was ready."""
         return max((facts.max_context for facts in self._by_name.values()), default=None)
@@ -125,7 +130,8 @@ class Hub:
         """Make it in the event loop; `engine.run` starts the engine."""
         self.config = config
         self.store = AsyncStore(store)
-        self.tenants = Tenants(self.store)
+        self.base_models = BaseModels()
+        self.tenants = Tenants(self.store, lambda: self.base_models.names)
         self.budgets = Budgets(self.store)
         self.creating = asyncio.Lock()
         """Held while models are counted and one is added."""
@@ -138,7 +144,6 @@ class Hub:
         self.sample_reports = SampleReports(config.server.sample_result_ttl_s, SampleJournal(data_dir))
         self.sampling_sessions = SamplingSessions(self.store, self.told)
         self.lifetimes = Lifetimes(config.server, self.store, self.files)
-        self.base_models = BaseModels()
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
         self.trace = Trace()

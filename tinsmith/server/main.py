@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import logging
 import math
@@ -68,6 +69,9 @@ async def _not_built(request: Request) -> Response:
 # The server around the application, from its socket to the signal that ends it.
 
 _BACKLOG = 2048
+_YOUNG_COLLECTIONS = 1000
+"""Collections of young objects for one of all, which finds nothing as a rule, and stops the event loop for a second
+while 8,192 polls wait."""
 _OPEN_FILES = 65536
 """Limit on open files to ask for: connections of three clients reach the usual 1024."""
 _HTTP_GRACE_S = 2
@@ -208,6 +212,8 @@ async def _serve(
 ) -> list[int]:
     """Serve until a signal, or until the engine is ready; returns the signals that came."""
     hub = Hub(config, store, data_dir)
+    gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], _YOUNG_COLLECTIONS)
     http = _HttpServer(http_config(create_app(hub), config.server))
     beside = _HttpServer(http_config(metrics_app(hub), config.server))
     stop = asyncio.Event()

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _KNOWN_MODELS = 4096
 """Models whose last ended operation is remembered."""
+_PARTS = 256
+"""Parts of a large call that a tenant may send before the first of them."""
 
 
 class QueuedOperations:
@@ -49,7 +51,7 @@ class QueuedOperations:
 
         The SDK sends the first part of a large call last, once all others are accepted. So an operation that others of
         its model wait for is always accepted, and while it is missing, the others are not held to their session's
-        limit: nothing queued of their model could run and make room.
+        limit: nothing queued of their model could run and make room. A tenant with a limit may have `_PARTS` more then.
         """
         request_id, session_id = ids.request_id(model_id, seq_id), ids.session_of(model_id)
         if request_id in self._sizes:
@@ -67,8 +69,8 @@ class QueuedOperations:
                 self._limits[1],
                 "max_queued_session_mib",
             )
-            if key is not None and key.max_parallel is not None:
-                self._check_parallel(key, key.max_parallel)
+        if seq_id >= first and key is not None and key.max_parallel is not None:
+            self._check_parallel(key, key.max_parallel + (_PARTS if first > ended + 1 else 0))
         if key is not None:
             self._tenants[request_id] = key.tenant
             self._of_tenant[key.tenant] += 1
@@ -79,7 +81,7 @@ class QueuedOperations:
         if self._of_tenant[key.tenant] >= most:
             reason = (
                 f"{self._of_tenant[key.tenant]} operations of tenant {key.tenant!r} are unfinished, and key "
-                f"{key.name!r} allows {most}; send this one later"
+                f"{key.name!r} allows {key.max_parallel}; send this one later"
             )
             log.info("answered 429: %s", reason)
             raise BackpressureError(reason)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,8 +52,12 @@ _EVERYONE = Caller(LOCAL, "admin")
 class Tenants:
     """The keys of a server, and the owners of what is in its store."""
 
-    def __init__(self, store: AsyncStore) -> None:
+    def __init__(self, store: AsyncStore, served: Callable[[], Collection[str]]) -> None:
+        """`served` returns the names of the base models that can be used; of none before they are known."""
         self._store = store
+        self._served = served
+        self._told: set[str] = set()
+        """Keys that allow what is not served, by the part that is no secret."""
         self._keys: dict[str, ApiKey] | None = None
         """By the part that is no secret; None before they were read."""
         self._read_at = -math.inf
@@ -93,7 +97,18 @@ class Tenants:
         with reported(() if self._keys is None else StoreUnavailableError, partial(log.warning, "%s")):
             read = {key.key_id: key for key in await self._store.read(list_keys)}
             self._keys = read or self._keys or {}  # a table that lost its rows lets nobody in
+            self._warn_of_unserved(self._keys.values())
         self._read_at = time.monotonic()
+
+    def _warn_of_unserved(self, keys: Iterable[ApiKey]) -> None:
+        """Warn once of each key that allows base models which are not served: their names may be mistyped."""
+        served = self._served()
+        for key in keys:
+            unserved = [name for name in key.models or () if name not in served]
+            if served and unserved and key.revoked_at is None and key.key_id not in self._told:
+                self._told.add(key.key_id)
+                wrong, right = ", ".join(unserved), ", ".join(served)
+                log.warning("key %r allows the base models %s, and this server serves %s", key.name, wrong, right)
 
     async def owns(self, caller: Caller, owned_id: str) -> bool:
         """Whether a session, model, sampling session or run is there, and the caller's."""

@@ -172,18 +172,28 @@ def _change(store: Store, tinker_path: str, **values: Any) -> None:
 
 
 def delete_checkpoint(store: Store, tinker_path: str) -> None:
-    """Remove a checkpoint. Its files are discarded, unless a copy uses them. Raises NotFoundError."""
-    now = time.time()
-    drop = (
-        delete(checkpoints)
-        .where(checkpoints.c.tinker_path == tinker_path, rows.ALIVE)
-        .returning(checkpoints.c.directory)
-    )
+    """Let a checkpoint not be found any more. Row and files stay for a day. Raises NotFoundError."""
+    _change(store, tinker_path, deleted_at=time.time())
+
+
+def restore_checkpoint(store: Store, tinker_path: str) -> None:
+    """Bring a deleted checkpoint back. Raises NotFoundError if there is none, or it is gone."""
+    _change_deleted(store, tinker_path, deleted_at=None)
+
+
+def purge_checkpoint(store: Store, tinker_path: str) -> None:
+    """Let a deleted checkpoint go with the next sweep. Raises NotFoundError as `restore_checkpoint`."""
+    _change_deleted(store, tinker_path, deleted_at=0.0)
+
+
+def _change_deleted(store: Store, tinker_path: str, deleted_at: float | None) -> None:
+    deleted = checkpoints.c.tinker_path == tinker_path, checkpoints.c.deleted_at.is_not(None), rows.STORED
+    change = update(checkpoints).where(*deleted).values(deleted_at=deleted_at)
     with store.writing_durably() as connection:
-        directory = connection.execute(drop, {"now": now}).scalar()
-        if directory is None:
-            raise rows.absent(connection, tinker_path)
-        rows.discard_unused(connection, [directory], now)
+        if connection.execute(change, {"now": time.time()}).rowcount != 1:
+            raise NotFoundError(
+                f"{tinker_path} is no deleted checkpoint that is still there; `tinsmith checkpoints list` shows them"
+            )
 
 
 def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: int, ttl_seconds: float | None) -> str:
@@ -220,12 +230,12 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
                 select(sessions.c.tenant).where(sessions.c.session_id == session_id)
             ).scalar_one(),
         )
-        rows.put(connection, copy, now)
+        rows.put(connection, copy, None)
     return path
 
 
 def every_checkpoint(store: Store) -> list[Checkpoint]:
-    """All checkpoints, oldest first, expired ones included."""
+    """All checkpoints, oldest first, expired and deleted ones included."""
     every = select(*rows.COLUMNS).order_by(checkpoints.c.created_at, checkpoints.c.tinker_path)
     with store.reading() as connection:
         return [Checkpoint(*row) for row in connection.execute(every)]
@@ -443,10 +453,13 @@ def session_operations(store: Store, session_id: str) -> list[LoggedOperation]:
 
 
 def stored_by_project(store: Store, tenant: str | None) -> dict[tuple[str, str | None], tuple[int, int]]:
-    """Number and bytes of checkpoints by tenant and project; of one tenant if given. Copies share their bytes."""
+    """Number and bytes of checkpoints by tenant and project; of one tenant if given.
+
+    Copies share their bytes. Deleted ones count while they can be restored.
+    """
     joined = checkpoints.outerjoin(models, checkpoints.c.model_id == models.c.model_id).outerjoin(sessions)
     columns = checkpoints.c.tenant, sessions.c.project_id, checkpoints.c.directory, checkpoints.c.size_bytes
-    found = select(*columns).select_from(joined).where(rows.ALIVE, _of(checkpoints.c.tenant, tenant))
+    found = select(*columns).select_from(joined).where(rows.STORED, _of(checkpoints.c.tenant, tenant))
     counts: Counter[tuple[str, str | None]] = Counter()
     sizes: defaultdict[tuple[str, str | None], dict[str, int]] = defaultdict(dict)
     with store.reading() as connection:

@@ -1,7 +1,7 @@
 """Saved checkpoints.
 
 A checkpoint exists once it has a row. Its files are complete in `directory` before that, and never change. A copy is
-another row with the same directory.
+another row with the same directory. One that was deleted keeps row and files for a day, and is not found meanwhile.
 
 No directory is forgotten, whichever process dies: it is noted as begun before it is written, until it has a row, and as
 discarded when its last row is removed, in that transaction, until its files are deleted.
@@ -10,7 +10,7 @@ discarded when its last row is removed, in that transaction, until its files are
 import time
 from collections.abc import Iterable
 
-from sqlalchemy import Connection, bindparam, delete, exists, func, or_, select, union
+from sqlalchemy import Connection, Float, and_, bindparam, delete, exists, func, or_, select, union, update
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError, UserError
@@ -21,8 +21,16 @@ from tinsmith.store.schema import begun_directories, checkpoints, commands, disc
 from tinsmith.wire.paths import CheckpointKind, parse_path
 
 COLUMNS = [checkpoints.c[name] for name in Checkpoint.__dataclass_fields__]
-ALIVE = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > bindparam("now"))
-"""Condition for rows that have not expired by `now`."""
+RECOVERABLE_S = 86400.0
+"""How long a deleted checkpoint can be restored."""
+_NOW = bindparam("now", type_=Float)
+_UNEXPIRED = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > _NOW)
+ALIVE = and_(_UNEXPIRED, checkpoints.c.deleted_at.is_(None))
+"""Condition for rows that have neither expired nor been deleted by `now`."""
+STORED = and_(_UNEXPIRED, or_(checkpoints.c.deleted_at.is_(None), checkpoints.c.deleted_at > _NOW - RECOVERABLE_S))
+"""Condition for rows whose files stay: those alive, and those that can be restored."""
+_GONE = or_(checkpoints.c.expires_at <= _NOW, checkpoints.c.deleted_at <= _NOW - RECOVERABLE_S)
+"""Condition for the others."""
 
 _FIND = select(*COLUMNS).where(checkpoints.c.tinker_path == bindparam("key"), ALIVE)
 _PUBLIC = select(checkpoints.c.tinker_path).where(
@@ -49,13 +57,14 @@ class CheckpointStore(Transactions):
         with self.writing() as connection:
             connection.execute(begin, {"directory": directory, "begun_at": time.time()})
 
-    def put_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def put_checkpoint(self, checkpoint: Checkpoint, kept: int | None = None) -> None:
         """Add a checkpoint whose files are complete, in the place of one of the same path.
 
-        A repeat with the same directory, such as after StoreUnavailableError, changes nothing.
+        Of its run and kind the newest `kept` stay, and published ones; others are deleted. A repeat with the same
+        directory, such as after StoreUnavailableError, changes nothing.
         """
         with self.writing_durably() as connection:
-            put(connection, checkpoint, time.time())
+            put(connection, checkpoint, kept)
 
     def checkpoint(self, tinker_path: str) -> Checkpoint | None:
         """The living checkpoint of this path."""
@@ -88,19 +97,20 @@ class CheckpointStore(Transactions):
                 f"{' and '.join(taken)} exist already; import under another name, or delete what is there first"
             )
 
-    def expired_checkpoints(self) -> list[Checkpoint]:
-        expired = select(*COLUMNS).where(checkpoints.c.expires_at <= time.time()).order_by(checkpoints.c.expires_at)
+    def gone_checkpoints(self) -> list[Checkpoint]:
+        """Checkpoints that have expired, or were deleted a day ago."""
+        gone = select(*COLUMNS).where(_GONE).order_by(checkpoints.c.created_at, checkpoints.c.tinker_path)
         with self.reading() as connection:
-            return [Checkpoint(*row) for row in connection.execute(expired)]
+            return [Checkpoint(*row) for row in connection.execute(gone, {"now": time.time()})]
 
-    def drop_expired_checkpoints(self) -> list[Checkpoint]:
-        """Remove and return expired checkpoints; discard their files."""
+    def drop_gone_checkpoints(self) -> list[Checkpoint]:
+        """Remove and return them; discard their files."""
         now = time.time()
-        drop = delete(checkpoints).where(checkpoints.c.expires_at <= now).returning(*COLUMNS)
+        drop = delete(checkpoints).where(_GONE).returning(*COLUMNS)
         with self.writing_durably() as connection:
-            expired = [Checkpoint(*row) for row in connection.execute(drop)]
-            discard_unused(connection, [checkpoint.directory for checkpoint in expired], now)
-        return expired
+            gone = [Checkpoint(*row) for row in connection.execute(drop, {"now": now})]
+            discard_unused(connection, [checkpoint.directory for checkpoint in gone], now)
+        return gone
 
     def discarded_directories(self) -> list[str]:
         """Directories to delete: no checkpoint names them, and no save of the last day writes to them."""
@@ -110,8 +120,9 @@ class CheckpointStore(Transactions):
         with self.reading() as connection:
             return [*connection.execute(discarded).scalars(), *connection.execute(left).scalars()]
 
-    def living_directories(self) -> set[str]:
-        return set(self._column(select(checkpoints.c.directory).where(ALIVE), now=time.time()))
+    def stored_directories(self) -> set[str]:
+        """Directories of checkpoints that are not gone."""
+        return set(self._column(select(checkpoints.c.directory).where(STORED), now=time.time()))
 
     def known_directories(self) -> set[str]:
         """Directories of checkpoints, and begun or discarded ones."""
@@ -126,8 +137,9 @@ class CheckpointStore(Transactions):
 # ---- Parts of transactions
 
 
-def put(connection: Connection, checkpoint: Checkpoint, now: float) -> None:
-    """Add a checkpoint in the place of one of the same path. If that has these files already, nothing changes."""
+def put(connection: Connection, checkpoint: Checkpoint, kept: int | None) -> None:
+    """Add a checkpoint as `CheckpointStore.put_checkpoint`. If that has these files already, nothing changes."""
+    now = time.time()
     own = checkpoints.c.tinker_path == checkpoint.tinker_path
     if connection.execute(select(checkpoints.c.directory).where(own)).scalar() == checkpoint.directory:
         return
@@ -135,6 +147,19 @@ def put(connection: Connection, checkpoint: Checkpoint, now: float) -> None:
     connection.execute(insert(checkpoints), vars(checkpoint))
     _forget(connection, checkpoint.directory)
     discard_unused(connection, replaced, now)
+    if kept is not None:
+        _delete_older(connection, checkpoint, kept, now)
+
+
+def _delete_older(connection: Connection, newest: Checkpoint, kept: int, now: float) -> None:
+    own = checkpoints.c.model_id == newest.model_id, checkpoints.c.kind == newest.kind
+    others = (
+        select(checkpoints.c.tinker_path)
+        .where(*own, ~checkpoints.c.public, checkpoints.c.tinker_path != newest.tinker_path, ALIVE)
+        .order_by(checkpoints.c.created_at.desc(), checkpoints.c.tinker_path)
+    )
+    older = connection.execute(others, {"now": now}).scalars().all()[kept - 1 :]
+    connection.execute(update(checkpoints).where(checkpoints.c.tinker_path.in_(older)).values(deleted_at=now))
 
 
 def find(connection: Connection, tinker_path: str, now: float) -> Checkpoint | None:
@@ -159,6 +184,14 @@ def _forget(connection: Connection, directory: str) -> None:
 def absent(connection: Connection, tinker_path: str) -> NotFoundError:
     """The error for a path of no checkpoint, with the reason if it is known."""
     model_id = parse_path(tinker_path).model_id
+    own = checkpoints.c.tinker_path == tinker_path
+    deleted_at = connection.execute(select(checkpoints.c.deleted_at).where(own)).scalar()
+    if deleted_at is not None and deleted_at + RECOVERABLE_S > time.time():
+        until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(deleted_at + RECOVERABLE_S))
+        return NotFoundError(
+            f"{tinker_path} does not exist any more: it was deleted, or newer ones took its place; until {until} UTC "
+            f"`tinsmith checkpoints restore {tinker_path}` beside the server brings it back"
+        )
     row = find(connection, tinker_path, now=0.0)
     if row is not None and row.expires_at is not None:
         ended = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row.expires_at))

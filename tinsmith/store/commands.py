@@ -22,6 +22,7 @@ from sqlalchemy import (
     func,
     literal_column,
     select,
+    tuple_,
     update,
 )
 from sqlalchemy.dialects.sqlite import insert
@@ -147,9 +148,16 @@ _KEPT_WITH = (
     .distinct()
 )
 _BY_KEY = (commands.c.model_id == bindparam("model_id")) & (commands.c.seq_id == bindparam("seq_id"))
-_OUTCOME = select(
-    commands.c.result, commands.c.result_type, commands.c.error, commands.c.category, commands.c.resolved
-).where(_BY_KEY, commands.c.status.in_(("done", "failed")))
+_ENDED = commands.c.status.in_(("done", "failed"))
+_OUTCOME_COLUMNS = (
+    *(commands.c.result, commands.c.result_type, commands.c.error, commands.c.category),
+    commands.c.resolved,
+)
+_OUTCOME = select(*_OUTCOME_COLUMNS).where(_BY_KEY, _ENDED)
+_LOOKED_UP = select(commands.c.model_id, commands.c.seq_id, commands.c.status, *_OUTCOME_COLUMNS).where(
+    tuple_(commands.c.model_id, commands.c.seq_id).in_(bindparam("keys", expanding=True))
+)
+_LOOKED_UP_AT_A_TIME = 256
 _APPLY = (
     update(models)
     .where(models.c.model_id == bindparam("model"), func.coalesce(models.c.applied_seq, -1) < bindparam("seq"))
@@ -258,6 +266,19 @@ class CommandStore(Transactions):
         """queued, done, failed or dropped (done, without its result); None if the operation is not in the log."""
         row = self._find(_STATUS, request_id)
         return None if row is None else row[0]
+
+    def looked_up(self, request_ids: Sequence[str]) -> dict[str, tuple[str, Outcome | None]]:
+        """Status of each of these operations that is in the log, and outcome if it has one, in few queries."""
+        keys = sorted({key for each in request_ids if (key := ids.parse_request_id(each)) is not None})
+        found: dict[str, tuple[str, Outcome | None]] = {}
+        with self.reading() as connection:
+            for start in range(0, len(keys), _LOOKED_UP_AT_A_TIME):
+                some = {"keys": keys[start : start + _LOOKED_UP_AT_A_TIME]}
+                for model_id, seq_id, status, *outcome in connection.execute(_LOOKED_UP, some):
+                    request_id = ids.request_id(model_id, seq_id)
+                    has_ended = status in ("done", "failed")
+                    found[request_id] = status, Outcome(request_id, *outcome) if has_ended else None
+        return found
 
     def _find(self, statement: Select[*tuple[Any, ...]], request_id: str) -> Row[*tuple[Any, ...]] | None:
         key = ids.parse_request_id(request_id)
@@ -394,8 +415,8 @@ class _Recording:
 
     def change(self, history: HistoryChange) -> None:
         histories.write(self.connection, history)
-        if history.released is not None:
-            self.released.append(release(self.connection, history.model_id, *history.released, self.keep))
+        for after, upto in history.released:
+            self.released.append(release(self.connection, history.model_id, after, upto, self.keep))
 
     def end(self) -> Released:
         for model_id, seq_id in self.applied.items():

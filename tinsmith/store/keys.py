@@ -6,20 +6,26 @@ what another process writes (`tinsmith keys`).
 
 import hashlib
 import hmac
+import math
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sqlalchemy import or_, select, update
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.store.database import Transactions
 from tinsmith.store.records import ApiKey
 from tinsmith.store.schema import api_keys
 from tinsmith.store.store import Store
 
 _PREFIX = "tml-"
+SPACE = (
+    "delete some, or let them expire, and save again: a deleted one counts until it cannot be restored any more, for a "
+    "day or until `tinsmith checkpoints purge`"
+)
+"""What to do where a tenant may store no more."""
 _NOBODY = bytes(32)
 """The digest that an unknown key is compared with."""
 _COLUMNS = [api_keys.c[name] for name in ApiKey.__dataclass_fields__]
@@ -49,14 +55,37 @@ def list_keys(store: Store) -> list[ApiKey]:
         return [ApiKey(*row) for row in connection.execute(select(*_COLUMNS).order_by(api_keys.c.name))]
 
 
-def storage_limit(store: Transactions, tenant: str) -> int | None:
-    """The bytes of checkpoints that the living keys of a tenant allow; None if one of them has no limit."""
+@dataclass(frozen=True)
+class Retention:
+    """What the living keys of a tenant allow to be stored; None if one of them has no limit."""
+
+    tenant: str
+    storage_bytes: int | None
+    kept_checkpoints: int | None
+    checkpoint_ttl_s: float | None
+
+    def ttl_s(self, asked: float | None) -> float | None:
+        """Seconds that a checkpoint lives, for which `asked` is wanted. Raises UserError if that is longer."""
+        if self.checkpoint_ttl_s is None or asked is None:
+            return self.checkpoint_ttl_s if asked is None else asked
+        if asked > self.checkpoint_ttl_s:
+            shown = "null" if asked == math.inf else f"{asked:g}"
+            raise UserError(
+                f"ttl_seconds={shown} is longer than the {self.checkpoint_ttl_s:g} s for which the keys of tenant "
+                f"{self.tenant!r} let checkpoints live; send at most that, or none"
+            )
+        return asked
+
+
+def retention_of(store: Transactions, tenant: str) -> Retention:
+    """What the living keys of a tenant allow to be stored."""
     now = time.time()
     living = api_keys.c.revoked_at.is_(None), or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > now)
+    columns = api_keys.c.storage_bytes, api_keys.c.kept_checkpoints, api_keys.c.checkpoint_ttl_s
     with store.reading() as connection:
-        found = connection.execute(select(api_keys.c.storage_bytes).where(api_keys.c.tenant == tenant, *living))
-        limits = list(found.scalars())
-    return max(limits) if limits and None not in limits else None
+        found = connection.execute(select(*columns).where(api_keys.c.tenant == tenant, *living)).all()
+    limits = [None if not each or None in each else max(each) for each in zip(*found, strict=True)] or [None] * 3
+    return Retention(tenant, *limits)
 
 
 def add_key(store: Store, key: ApiKey) -> str:

@@ -82,6 +82,10 @@ class ApiKey:
     created_at: float = 0.0
     expires_at: float | None = None
     revoked_at: float | None = None
+    kept_checkpoints: int | None = None
+    """Newest checkpoints of each run and kind that stay."""
+    checkpoint_ttl_s: float | None = None
+    """The longest that a checkpoint lives."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,8 @@ class Checkpoint:
     """Whether other tenants may read it."""
     tenant: str = LOCAL
     """Its owner."""
+    deleted_at: float | None = None
+    """When it was deleted; it can be restored for a day."""
 
 
 @dataclass(frozen=True)
@@ -264,8 +270,8 @@ class HistoryChange:
     added: Sequence[tuple[int, dict[str, Any]]] = ()
     """Events by their numbers."""
     removed: Sequence[int] = ()
-    released: tuple[int, int] | None = None
-    """No replay needs the requests of finished operations behind the first of these seq_ids, up to the second."""
+    released: Sequence[tuple[int, int]] = ()
+    """No replay needs the requests of finished operations behind the first of two seq_ids, up to the second."""
     begins: bool = False
     """Whether the model is new."""
     ends: bool = False

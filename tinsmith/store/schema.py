@@ -23,7 +23,7 @@ from sqlalchemy import (
 
 from tinsmith.store.records import LOCAL
 
-REVISION = "7"
+REVISION = "8"
 """The newest Alembic revision, a number: an unknown one can be told to be newer."""
 BASELINE = "5"
 """The oldest revision to migrate from; older ones were never released."""
@@ -165,6 +165,7 @@ checkpoints = Table(
     Column("expires_at", Float, index=True),
     Column("public", Boolean, nullable=False, server_default=false()),
     Column("tenant", Text, nullable=False, server_default=LOCAL, index=True),
+    Column("deleted_at", Float),
 )
 
 # Directories of checkpoint files that a save has begun to write and no row names yet.
@@ -202,6 +203,8 @@ api_keys = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
     Column("revoked_at", Float),
+    Column("kept_checkpoints", Integer),
+    Column("checkpoint_ttl_s", Float),
 )
 
 # Sums of an hour, which begins at a multiple of 3,600 s. Storage belongs to no session: there it is empty.

@@ -95,10 +95,10 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
             released = commands.record(connection, outcomes, now, keep)
         self._release(released)
 
-    def put_saved(self, checkpoint: Checkpoint, command: Command | None) -> None:
+    def put_saved(self, checkpoint: Checkpoint, command: Command | None, kept: int | None = None) -> None:
         """Add the checkpoint of a save as `put_checkpoint`; the save finds it with `saved` if it is run again."""
         with self.writing_durably() as connection:
-            put(connection, checkpoint, time.time())
+            put(connection, checkpoint, kept)
             if command is not None:
                 saved = {"directory": checkpoint.directory, "size_bytes": checkpoint.size_bytes}
                 commands.note_saved(connection, command, saved)
@@ -234,7 +234,7 @@ def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
     return None
 
 
-# Deletes expired checkpoints, and files of checkpoints that no row names.
+# Deletes checkpoints that have expired or were deleted a day ago, and files of checkpoints that no row names.
 #
 # It may run beside a server, and several times at once: rows are deleted first, durably, and then files that no row can
 # ever name. Complete files without a row are deleted only on request: the database may be an old copy, and `tinsmith
@@ -256,7 +256,7 @@ def find_garbage(store: Store, files: CheckpointFiles) -> list[Garbage]:
     unused = [(place, "no checkpoint has them any more") for place in store.discarded_directories()]
     unfinished = [(entry.name, "they were never finished") for entry in _strays(store, files) if not entry.finished]
     left = [Garbage(f"files of {place}", reason, files.remaining_bytes(place)) for place, reason in unused + unfinished]
-    return [*_expired(store), *left]
+    return [*_gone(store), *left]
 
 
 def find_unknown(store: Store, files: CheckpointFiles) -> list[Garbage]:
@@ -278,8 +278,8 @@ def unknown_places(store: Store, files: CheckpointFiles) -> list[str]:
 
 def sweep(store: Store, files: CheckpointFiles, unknown: bool = False) -> None:
     """Delete what is unused; with `unknown` also complete files without a row."""
-    for checkpoint in store.drop_expired_checkpoints():
-        log.info("%s has expired and is deleted", checkpoint.tinker_path)
+    for checkpoint in store.drop_gone_checkpoints():
+        log.info("%s %s, and goes", checkpoint.tinker_path, _why_gone(checkpoint))
     for directory in store.discarded_directories():
         files.remove(directory)
         store.forget_directory(directory)
@@ -294,19 +294,22 @@ def sweep(store: Store, files: CheckpointFiles, unknown: bool = False) -> None:
             )
 
 
-def _expired(store: Store) -> Iterator[Garbage]:
-    counted = store.living_directories()
-    for checkpoint in store.expired_checkpoints():
-        yield Garbage(
-            checkpoint.tinker_path, "has expired", 0 if checkpoint.directory in counted else checkpoint.size_bytes
-        )
+def _gone(store: Store) -> Iterator[Garbage]:
+    counted = store.stored_directories()
+    for checkpoint in store.gone_checkpoints():
+        size = 0 if checkpoint.directory in counted else checkpoint.size_bytes
+        yield Garbage(checkpoint.tinker_path, _why_gone(checkpoint), size)
         counted.add(checkpoint.directory)
+
+
+def _why_gone(checkpoint: Checkpoint) -> str:
+    return "has expired" if checkpoint.deleted_at is None else "was deleted"
 
 
 def _strays(store: Store, files: CheckpointFiles) -> Iterator[Entry]:
     """Directories in the data directory without a row, but for young unfinished ones."""
     entries = files.entries()  # listed before the rows are read: a save is noted in the database before it writes
-    known, living = _known(store), {place.rpartition("/")[2] for place in store.living_directories()}
+    known, living = _known(store), {place.rpartition("/")[2] for place in store.stored_directories()}
     before = time.time() - WRITING_S
     for entry in entries:
         # What is left beside a checkpoint that is complete, of the same name, is nobody's either.

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from sqlalchemy import Connection, bindparam, func, select
 from sqlalchemy.dialects.sqlite import insert
 
-from tinsmith.store.checkpoints import ALIVE
+from tinsmith.store.checkpoints import STORED
 from tinsmith.store.database import Transactions
 from tinsmith.store.records import Used, UsedBy
 from tinsmith.store.schema import checkpoints, models, sessions, usage
@@ -36,7 +36,7 @@ _OWNERS = (
 )
 _STORED = (
     select(checkpoints.c.tenant, checkpoints.c.directory, checkpoints.c.base_model, checkpoints.c.size_bytes)
-    .where(ALIVE)
+    .where(STORED)
     .distinct()
 )
 Owned = tuple[str, str, str]
@@ -73,7 +73,10 @@ def add_usage(store: Transactions, amounts: Mapping[Owned, Used]) -> None:
 
 
 def note_storage(store: Transactions) -> None:
-    """Note the bytes that tenants store now, if they are the most of this hour. Copies share theirs."""
+    """Note the bytes that tenants store now, if they are the most of this hour.
+
+    Copies share theirs, and deleted checkpoints count while they can be restored.
+    """
     now = time.time()
     with store.writing() as connection:
         for (tenant, base_model), size in _stored(connection, now).items():
@@ -81,10 +84,13 @@ def note_storage(store: Transactions) -> None:
             connection.execute(_STORE, key | {"stored_bytes": size})
 
 
-def stored_bytes(store: Transactions, tenant: str) -> int:
-    """The bytes that a tenant stores now."""
+def stored_bytes(store: Transactions) -> Counter[str]:
+    """The bytes that each tenant stores now."""
     with store.reading() as connection:
-        return sum(size for (owner, _), size in _stored(connection, time.time()).items() if owner == tenant)
+        found: Counter[str] = Counter()
+        for (tenant, _), size in _stored(connection, time.time()).items():
+            found[tenant] += size
+        return found
 
 
 def _stored(connection: Connection, now: float) -> Mapping[tuple[str, str], int]:

@@ -1,12 +1,13 @@
 """Routes that manage one checkpoint: publish, expire, delete, describe, copy."""
 
+import math
 import uuid
 
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import UserError
 from tinsmith.protocol.serving import ForgetCheckpoint
-from tinsmith.server.access import caller_of, read_json, require_storage
+from tinsmith.server.access import allowed_ttl, caller_of, read_json, require_storage
 from tinsmith.server.descriptions import describe_weights
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
@@ -30,7 +31,7 @@ def path_of(run_id: str, segment: str, name: str) -> str:
 
 @router.delete(CHECKPOINT)
 async def delete(request: Request, run_id: str, segment: str, name: str) -> Response:
-    """Delete a checkpoint at once, and its files within a minute, unless a copy uses them."""
+    """Delete a checkpoint at once, and its files a day later, unless a copy uses them."""
     hub, path = hub_of(request), path_of(run_id, segment, name)
     await hub.store.write(catalog.delete_checkpoint, path)
     await hub.engine.notify(ForgetCheckpoint(path))
@@ -56,6 +57,7 @@ async def set_ttl(request: Request, run_id: str, segment: str, name: str) -> Res
     """Let a checkpoint expire so many seconds from now, or never."""
     hub, path = hub_of(request), path_of(run_id, segment, name)
     asked = await read_json(request, TtlRequest)
+    await allowed_ttl(request, math.inf if asked.ttl_seconds is None else asked.ttl_seconds)
     await hub.store.write(catalog.set_checkpoint_ttl, path, asked.ttl_seconds)
     await hub.engine.notify(ForgetCheckpoint(path))
     return json_reply({})
@@ -79,9 +81,8 @@ async def copy_weights(request: Request) -> Response:
     session_id, model_seq_id = asked.session_id, asked.model_seq_id
     if session_id is None or model_seq_id is None:
         session_id, model_seq_id = await _session_for_copy(hub, request, asked), 0
-    path = await hub.store.write(
-        catalog.copy_checkpoint, asked.source_path, session_id, model_seq_id, asked.ttl_seconds
-    )
+    ttl_s = await allowed_ttl(request, asked.ttl_seconds)
+    path = await hub.store.write(catalog.copy_checkpoint, asked.source_path, session_id, model_seq_id, ttl_s)
     return json_reply({"tinker_path": path})
 
 

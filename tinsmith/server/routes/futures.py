@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -13,7 +14,6 @@ from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import GoneError, failed_reply, json_reply, protobuf_reply
 from tinsmith.store import ids
 from tinsmith.store.records import Outcome
-from tinsmith.store.store import Store
 from tinsmith.wire.service_requests import CancelFutureRequest, RetrieveFutureRequest, parse_poll
 
 log = logging.getLogger(__name__)
@@ -22,19 +22,21 @@ router = APIRouter()
 
 _MAX_POLL_BYTES = 4 * 2**20
 """Enough to acknowledge some 50,000 samples."""
+_SHORTEST = 0.5
+"""Part of `long_poll_s` that a poll waits at least: those that came together are not to be sent again together."""
 _FORGOTTEN_AT_A_TIME = 100
 """Samples that are forgotten before other requests have their turn."""
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request) -> Response:
-    """The outcome of an operation or a sample; 408 after `long_poll_s`, upon which the SDK asks again at once."""
+    """The outcome of an operation or a sample; 408 within `long_poll_s`, upon which the SDK asks again at once."""
     hub = hub_of(request)
     request_id = (await read_json(request, RetrieveFutureRequest)).request_id
     hub.lifetimes.saw(request_id)
 
     look = partial(_look_for_sample if ids.is_sample(request_id) else _look_for_operation, hub, request_id)
-    ended = await hub.waiters.wait_for(request_id, look, hub.config.server.long_poll_s)
+    ended = await hub.waiters.wait_for(request_id, look, _long_poll_s(hub))
     await admit_still(request)
     if isinstance(ended, Outcome):
         return _operation_reply(hub, ended)
@@ -57,7 +59,7 @@ async def retrieve_futures(request: Request) -> Response:
         await _forget(hub, request_id)
         if number % _FORGOTTEN_AT_A_TIME == 0:
             await asyncio.sleep(0)
-    longest = hub.config.server.long_poll_s
+    longest = _long_poll_s(hub)
     reports = await hub.sample_reports.after(
         client, asked.prev_cursor, longest if asked.timeout is None else min(asked.timeout, longest)
     )
@@ -78,6 +80,11 @@ async def cancel_future(request: Request) -> Response:
     return json_reply({})
 
 
+def _long_poll_s(hub: Hub) -> float:
+    """Seconds for one poll to wait."""
+    return hub.config.server.long_poll_s * random.uniform(_SHORTEST, 1.0)
+
+
 async def _forget(hub: Hub, request_id: str) -> None:
     """Forget a sample that its client no longer needs; cancel it if it runs."""
     sample = hub.samples.remove(request_id)
@@ -90,10 +97,10 @@ async def _forget(hub: Hub, request_id: str) -> None:
 async def _look_for_operation(hub: Hub, request_id: str) -> Outcome | None:
     # Reported, and the poll waits for the engine: answered 503, the SDK would ask again without a pause.
     with reported(StoreUnavailableError, partial(log.warning, "%s cannot be looked up: %s", request_id)):
-        outcome = await hub.store.read(Store.outcome, request_id)
-        status = "done" if outcome is not None else await hub.store.read(Store.status, request_id)
-        if status is None:
+        found = await hub.store.look_up(request_id)
+        if found is None:
             raise NotFoundError(f"request_id={request_id!r} does not exist")
+        status, outcome = found
         if status == "dropped":
             raise GoneError(
                 f"the result of {request_id} is not kept any more: its session is finished, or it is older than "

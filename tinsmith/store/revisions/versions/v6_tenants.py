@@ -1,7 +1,7 @@
 """Tenants: API keys, who owns sessions and checkpoints, and what each has used.
 
 All that is there belongs to the tenant `local`. Imported checkpoints belong to no session; they become public, as new
-ones are.
+ones are. No others are: while all belonged to one tenant, publishing let nobody in.
 """
 
 from alembic import op
@@ -19,7 +19,7 @@ def upgrade() -> None:
     for table in ("sessions", "checkpoints"):
         op.add_column(table, Column("tenant", Text, nullable=False, server_default="local"))
         op.create_index(f"ix_{table}_tenant", table, ["tenant"])
-    op.execute("UPDATE checkpoints SET public = 1 WHERE model_id = 'imported'")
+    op.execute("UPDATE checkpoints SET public = (model_id = 'imported')")
     op.create_table(
         "api_keys",
         Column("name", Text, primary_key=True),
