@@ -338,10 +338,10 @@ def test_a_model_goes_on_while_the_row_of_its_save_waits_and_nothing_is_written_
 ) -> None:
     attempts, put = 0, here.store.put_saved
 
-    def putting(checkpoint: Checkpoint, command: Command) -> None:
+    def putting(checkpoint: Checkpoint, command: Command, kept: int | None) -> None:
         nonlocal attempts
         attempts += 1
-        put(checkpoint, command)
+        put(checkpoint, command, kept)
 
     monkeypatch.setattr(here.store, "put_saved", putting)
     before = state(here)

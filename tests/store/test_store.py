@@ -59,7 +59,7 @@ def next_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with as_file(files("tinsmith.store") / "revisions") as revisions:
         shutil.copytree(revisions, directory)
     (directory / "versions" / "v8_made_up.py").write_text(MADE_UP)
-    monkeypatch.setattr(schema, "REVISION", "8")
+    monkeypatch.setattr(schema, "REVISION", "9")
     monkeypatch.setattr(database, "REVISIONS", str(directory))
 
 
@@ -72,7 +72,7 @@ def test_a_database_of_the_version_before_is_migrated_once(tmp_path: Path, monke
             assert store.session("s") is not None
         with closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as connection:
             assert connection.execute("SELECT session_id, mood FROM sessions").fetchall() == [("s", "calm")]
-            assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("8",)]
+            assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("9",)]
 
 
 def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_every_revision_leads_to_the_next_and_is_installed(store: Store, tmp_pat
 
 
 UNKNOWN = r"tinsmith\.db is damaged: it has tables, and its schema version is (None|'x')\. Put back a copy"
-NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 7: use the newer one, or another data_dir"
+NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 8: use the newer one, or another data_dir"
 
 
 @pytest.mark.parametrize(

@@ -147,18 +147,8 @@ def _queue(ended: set[int], waiting: list[Command], under_way: set[int], model: 
 
 def _model_from(model_id: str, summary: Mapping[str, Any]) -> LoadedModel:
     kept = [Kept(_source_from_json(each["source"]), Mark(**each["mark"])) for each in summary["kept"]]
-    names = [
-        "state",
-        "stepped_seq",
-        "seconds",
-        "open_datums",
-        "open_is_given_up",
-        "copy_failed",
-        "wanted_s",
-        "released_seq",
-        "whole_from",
-    ]
-    history = History(kept, **{name: summary[name] for name in names})
+    names = "state stepped_seq seconds open_datums open_is_given_up copy_failed wanted_s released_seq whole_from"
+    history = History(kept, **{name: summary[name] for name in names.split()})
     return LoadedModel(
         model_id,
         summary["base_model"],
