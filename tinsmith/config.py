@@ -460,6 +460,11 @@ class Config:
 
     base_models: list[str] = setting([], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several")
     data_dir: str = setting("tinsmith-data", "Directory of database, checkpoints and all else that survives a restart")
+    database_url: str = setting(
+        "",
+        "PostgreSQL database of this data directory, as postgresql+psycopg://USER:PASSWORD@HOST/DATABASE; it is kept "
+        "there for other commands and later starts. Empty is a SQLite file",
+    )
     checkpoint_root: str = setting(
         "",
         (

@@ -21,9 +21,9 @@ from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Done, Status
 from tinsmith.protocol.work import PassDone, RunPass, WorkerReady
-from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CHECKPOINTS_DIR
 from tinsmith.store.records import CommandKind, Model, NewCommand, Outcome
+from tinsmith.store.sqlite import FILE_NAME
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 from tinsmith.wire import tinker_pb2

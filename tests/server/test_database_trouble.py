@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.serving import Served, served, step
 from tinsmith.errors import ConfigError, StoreUnavailableError
-from tinsmith.store.database import FILE_NAME
+from tinsmith.store.sqlite import FILE_NAME
 from tinsmith.store.store import Store
 
 

@@ -26,9 +26,9 @@ from tests.server.serving import PROTOBUF, Served, forward_backward_body, refuse
 from tinsmith.server import tenants
 from tinsmith.server.access import PREFIX
 from tinsmith.server.main import create_app
-from tinsmith.store.database import FILE_NAME
 from tinsmith.store.keys import add_key, list_keys, revoke_key, rotate_key
 from tinsmith.store.records import ApiKey, Role
+from tinsmith.store.sqlite import FILE_NAME
 from tinsmith.store.store import Store
 
 KINDS = ("weights", "sampler_weights", "external_weights")

@@ -30,7 +30,7 @@ from tinsmith.models.machine import (
 )
 from tinsmith.protocol.devices import visible_gpus, worker_count
 from tinsmith.server.main import listening
-from tinsmith.store.database import FILE_NAME, look_into
+from tinsmith.store.database import look_into
 from tinsmith.store.disk import is_used
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ def _use(data_dir: Path) -> Iterator[Finding]:
 
 
 def _database(data_dir: Path) -> Iterator[Finding]:
-    if look_into(data_dir):
-        yield Finding("database", "ok", f"all of {data_dir / FILE_NAME} can be read")
+    if name := look_into(data_dir):
+        yield Finding("database", "ok", f"all of {name} can be read")
 
 
 def _address(config: Config) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import orjson
 
 from tinsmith.engine.model_state import Ended, ModelStates, Running
 from tinsmith.engine.passes import ForwardOperation
-from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
+from tinsmith.errors import EngineUnavailableError, GivenUpError, StoreUnavailableError, TinsmithError
 from tinsmith.observing.metrics import OPERATION_SECONDS, OPERATIONS, TRAINED_TOKENS
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.store.records import Command, Outcome
@@ -210,6 +210,8 @@ class Recorder:
         except StoreUnavailableError as error:
             log.warning("%d outcomes wait for the database: %s", len(outcomes), error)
             return outcomes
+        except EngineUnavailableError:  # another engine has the database: this one ends
+            raise
         except Exception:
             if len(outcomes) > 1:
                 return [outcome for single in outcomes for outcome in self._left_over([single])]

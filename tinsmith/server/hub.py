@@ -39,6 +39,7 @@ from tinsmith.server.signatures import UrlSigner
 from tinsmith.server.tenants import Tenants
 from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.lease import take_lease
 from tinsmith.store.records import Checkpoint, Model, Outcome, Session, Used
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
@@ -177,13 +178,15 @@ class Hub:
         await self.engine.notify(Wake([]))
         await self._tell_ended()
 
-    async def engine_absent(self, reason: str) -> None:
-        """Give up what was queued or running for an engine that is gone."""
+    async def engine_absent(self, reason: str) -> int:
+        """Give up what was queued or running for an engine that is gone; returns the number of the next one."""
+        number = await self.store.write(take_lease, self.config.data_dir)
         await self.store.write(Store.fail_unfinished, reason)
         self.queued.clear()
         self.budgets.release_all()
         self.activity.clear()
         self._lose_samples()
+        return number
 
     def _lose_samples(self) -> None:
         """Fail the samples that run. Clients send those again whose weights are still there."""

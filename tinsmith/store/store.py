@@ -20,7 +20,8 @@ from tinsmith.errors import StoreUnavailableError, reported
 from tinsmith.store import commands, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
 from tinsmith.store.checkpoints import CheckpointStore
-from tinsmith.store.database import BUSY_S, Database, open_database, require_data
+from tinsmith.store.database import Database, open_database, require_data
+from tinsmith.store.fence import BUSY_S
 from tinsmith.store.files import ABOUT_FILE, WRITING_S, CheckpointFiles, Entry
 from tinsmith.store.records import NewCommand, Outcome
 
