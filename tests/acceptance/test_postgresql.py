@@ -7,9 +7,11 @@ two servers never work on one database.
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tinker import APIFuture
 
 from tests.acceptance.conftest import connect, ready
 from tests.acceptance.talking import RAW_STEP, datum, scores, text_input, train
@@ -40,7 +42,7 @@ def test_every_operation_counts_once_while_the_database_crashes(
         expected.result()
         engine = server.engine_pid()
         for attempt in range(ROUNDS):
-            submitted = []
+            submitted: list[APIFuture[Any]] = []
             for _ in range(3):
                 submitted.append(client.forward_backward(LESSON, "cross_entropy"))
                 submitted.append(client.optim_step(RAW_STEP))

@@ -10,6 +10,8 @@ import pytest
 from tests.server.serving import SHAPE, Served, refused
 from tinsmith.store.store import sweep
 
+pytestmark = pytest.mark.usefixtures("database")
+
 A = "tinker://m/weights/a"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from tinsmith.config_values import require_empty
 from tinsmith.errors import ConfigError, NotFoundError, TinsmithError, translated
 from tinsmith.store import catalog, disk, recorded_sequences
-from tinsmith.store.database import database_url, require_data
+from tinsmith.store.database import database_url, require_data, without_password
 from tinsmith.store.disk import make_directory
 from tinsmith.store.files import CheckpointFiles, whole_directory
 from tinsmith.store.manifest import read_manifest, verify_files
@@ -44,7 +44,7 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
     """
     require_data(data_dir)
     if (url := database_url(data_dir)) is not None:
-        plain = shlex.quote(url.set(drivername="postgresql", password=None).render_as_string())
+        plain = shlex.quote(without_password(url).set(drivername="postgresql").render_as_string())
         raise ConfigError(
             f"data_dir={data_dir} has its database in PostgreSQL, which `tinsmith backup` does not copy: run "
             f"`pg_dump --format=custom --file=FILE {plain}`, and then copy {data_dir}; this order works beside a server"

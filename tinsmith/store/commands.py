@@ -64,11 +64,7 @@ _IS_QUEUED = commands.c.status == literal_column("'queued'")
 _IS_NEW = commands.c.seq_id.op("NOT IN")(Numbers(bindparam("known", type_=JSON)))
 _QUEUED = (
     select(*_COMMAND)
-    .where(
-        _IS_QUEUED,
-        commands.c.model_id == bindparam("model"),
-        _IS_NEW,
-    )
+    .where(_IS_QUEUED, commands.c.model_id == bindparam("model"), _IS_NEW)
     .order_by(commands.c.seq_id)
     .limit(bindparam("limit"))
 )

@@ -140,7 +140,7 @@ def use_database(data_dir: Path, text: str) -> None:
             log.info("the data directory %s has its database at %s", data_dir, before.render_as_string())
         return
     url = _parsed(text, "database_url")
-    if before is not None and before.set(password=None) != url.set(password=None):
+    if before is not None and without_password(before) != without_password(url):
         raise ConfigError(
             f"database_url={url.render_as_string()} is not that of data_dir={data_dir}, which has its database at "
             f"{before.render_as_string()}: name that, or correct {data_dir / URL_FILE} if the database has moved"
@@ -175,6 +175,11 @@ def database_url(data_dir: Path) -> URL | None:
     with translated((OSError, ValueError), ConfigError, why_not), suppress(FileNotFoundError, NotADirectoryError):
         return _parsed(path.read_text().strip(), str(path))
     return None
+
+
+def without_password(url: URL) -> URL:
+    """The URL, but for its password."""
+    return URL.create(url.drivername, url.username, None, url.host, url.port, url.database, url.query)
 
 
 def _parsed(text: str, name: str) -> URL:

@@ -29,7 +29,7 @@ class Texts(FunctionElement[str]):
 
 
 class Pairs(FunctionElement[Any]):
-    """Keys and values of a column of JSON objects, as a table."""
+    """Keys and values of a column of JSON objects, as a table. On PostgreSQL only values that are texts are in it."""
 
     inherit_cache = True
 
@@ -52,7 +52,9 @@ def _entries(element: Numbers | Texts, compiler: SQLCompiler, **kw: Any) -> str:
 
 @compiles(Pairs, "postgresql")
 def _pairs_of_postgresql(element: Pairs, compiler: SQLCompiler, **kw: Any) -> str:
-    return f"json_each_text({compiler.process(element.clauses, **kw)})"
+    column = compiler.process(element.clauses, **kw)
+    pairs = f"json_each({column}) AS pairs (key, value)"
+    return f"(SELECT key, value #>> '{{}}' AS value FROM {pairs} WHERE json_typeof(value) = 'string')"
 
 
 @compiles(Pairs, "sqlite")
