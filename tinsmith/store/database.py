@@ -38,6 +38,10 @@ class Database(Protocol):
         """A transaction that sees one state of the database."""
         ...
 
+    def reading_once(self) -> AbstractContextManager[Connection]:
+        """As `reading`, for one statement, for which PostgreSQL needs no transaction."""
+        ...
+
     def writing(self) -> AbstractContextManager[Connection]:
         """A transaction that sees all before it. Raises EngineUnavailableError if `fence` is not the newest number."""
         ...
@@ -80,11 +84,11 @@ class Transactions:
     def _first(
         self, statement: Select[*tuple[Any, ...]] | CompoundSelect[*tuple[Any, ...]], **values: Any
     ) -> Row[*tuple[Any, ...]] | None:
-        with self.reading() as connection:
+        with self._database.reading_once() as connection:
             return connection.execute(statement, values).first()
 
     def _column(self, statement: Select[Any] | CompoundSelect[Any], **values: Any) -> list[Any]:
-        with self.reading() as connection:
+        with self._database.reading_once() as connection:
             return list(connection.execute(statement, values).scalars())
 
     def writing_durably(self) -> AbstractContextManager[Connection]:

@@ -99,6 +99,7 @@ class PostgreSQLDatabase:
             },
         )
         self._reads = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        self._reads_once = self._engine.execution_options(isolation_level="AUTOCOMMIT")
         self._held: Connection | None = None
         event.listen(self._engine, "connect", self._prepare)
         event.listen(self._engine, "checkout", _require_connected)
@@ -133,6 +134,11 @@ class PostgreSQLDatabase:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         with self._until_there(self._reads.connect) as connection:
+            yield connection
+
+    @contextmanager
+    def reading_once(self) -> Iterator[Connection]:
+        with self._until_there(self._reads_once.connect) as connection:
             yield connection
 
     @contextmanager
@@ -172,7 +178,7 @@ class PostgreSQLDatabase:
         return connection, transaction
 
     def _is_committed(self, transaction: str) -> bool:
-        with self._reads.connect() as connection:
+        with self._reads_once.connect() as connection:
             status = connection.exec_driver_sql("SELECT pg_xact_status(%s::xid8)", (transaction,)).scalar()
         if status == "in progress":
             raise StoreUnavailableError(f"the database has not decided about transaction {transaction} yet; try again")
@@ -188,7 +194,7 @@ class PostgreSQLDatabase:
                 self._let_go()
             else:
                 return
-        connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        connection = self._reads_once.connect()
         deadline = time.monotonic() + _HOLD_S
         while not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({SERVERS})").scalar():
             if time.monotonic() >= deadline:

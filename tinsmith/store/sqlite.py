@@ -104,6 +104,9 @@ class SQLiteDatabase:
     def reading(self) -> AbstractContextManager[Connection]:
         return self._normal.begin()
 
+    def reading_once(self) -> AbstractContextManager[Connection]:
+        return self.reading()
+
     def writing(self) -> AbstractContextManager[Connection]:
         return self._write.begin()
 
