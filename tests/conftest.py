@@ -123,12 +123,13 @@ def postgresql() -> "Iterator[PostgreSQL]":
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Run the test on both databases: that of the data directory `tmp_path`."""
-    if request.param == "postgresql":
-        cluster: PostgreSQL = request.getfixturevalue("postgresql")
-        cluster.serve(tmp_path)
-    return str(request.param)
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], object]:
+    """Run the test on both databases: of the data directory `tmp_path`, and those that the function is given."""
+    if request.param == "sqlite":
+        return lambda data_dir: None
+    cluster: PostgreSQL = request.getfixturevalue("postgresql")
+    cluster.serve(tmp_path)
+    return cluster.serve
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, NullPool, create_engine
+from sqlalchemy import Connection, Engine, NullPool, create_engine
 
 from tinsmith.store import postgresql
 from tinsmith.store.database import URL_FILE, database_url
@@ -54,13 +54,15 @@ def run_sql(data_dir: Path, *statements: str) -> list[tuple[Any, ...]]:
 
 
 @contextmanager
-def locked(data_dir: Path) -> Iterator[None]:
-    """Hold the lock of those who write, as another program may."""
+def locked(data_dir: Path) -> Iterator[Connection]:
+    """Hold the lock of those who write, as another program may; until the connection is closed."""
     with plain_engine(data_dir).connect() as connection:
         is_sqlite = connection.dialect.name == "sqlite"
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if is_sqlite else f"SELECT pg_advisory_lock({postgresql.WRITERS})")
-        yield
-        if is_sqlite:
+        lock = f"SELECT pg_advisory_xact_lock({postgresql.WRITERS})"
+        for statement in ["BEGIN IMMEDIATE"] if is_sqlite else ["BEGIN", lock]:
+            connection.exec_driver_sql(statement)
+        yield connection
+        if not connection.closed:
             connection.exec_driver_sql("ROLLBACK")
 
 

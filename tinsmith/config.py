@@ -462,8 +462,8 @@ class Config:
     data_dir: str = setting("tinsmith-data", "Directory of database, checkpoints and all else that survives a restart")
     database_url: str = setting(
         "",
-        "PostgreSQL database of this data directory, as postgresql+psycopg://USER:PASSWORD@HOST/DATABASE; it is kept "
-        "there for other commands and later starts. Empty is a SQLite file",
+        "PostgreSQL database of this data directory, such as postgresql+psycopg://USER@HOST/NAME; the directory keeps "
+        "it, for other commands and later starts. Empty is a SQLite file in it",
     )
     checkpoint_root: str = setting(
         "",

@@ -13,6 +13,8 @@ from tinsmith.store.disk import only_user
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 
+pytestmark = pytest.mark.usefixtures("database")
+
 NOTHING = "there is nothing to delete"
 
 

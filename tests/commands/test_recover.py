@@ -15,6 +15,8 @@ from tinsmith.store.manifest import write_manifest
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 
+pytestmark = pytest.mark.usefixtures("database")
+
 
 def saved(files: CheckpointFiles, path: str, created_at: float = 1.0, expires_at: float | None = None) -> Checkpoint:
     """The files of a checkpoint, without a row."""

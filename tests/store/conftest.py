@@ -10,7 +10,7 @@ from tinsmith.store.store import Store
 
 
 @pytest.fixture
-def store(database: str, tmp_path: Path) -> Iterator[Store]:
+def store(database: object, tmp_path: Path) -> Iterator[Store]:
     """An empty store, on both databases."""
     with closing(Store.open(tmp_path)) as opened:
         yield opened

@@ -38,7 +38,7 @@ Store.open(Path(sys.argv[1])).append([step(1, images=IMAGE)])
 
 
 @pytest.fixture
-def store(database: str, tmp_path: Path) -> Store:
+def store(database: object, tmp_path: Path) -> Store:
     return with_model(tmp_path)
 
 

@@ -35,7 +35,7 @@ from sqlalchemy import (
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import checkpoints as rows
 from tinsmith.store import ids
-from tinsmith.store.dialects import Pairs, Texts
+from tinsmith.store.dialects import JSONPairs, Texts
 from tinsmith.store.records import CLIENT_REASONS, Checkpoint, Model, TrainingRun
 from tinsmith.store.schema import (
     begun_directories,
@@ -425,7 +425,7 @@ def _place(created_at: float, session_id: str, own: ColumnElement[bool]) -> Tupl
 
 
 def _has(key: str, value: str) -> ColumnElement[bool]:
-    pairs = Pairs(sessions.c.user_metadata).table_valued("key", "value")
+    pairs = JSONPairs(sessions.c.user_metadata).table_valued("key", "value")
     return exists(select(1).select_from(pairs).where(pairs.c.key == key, pairs.c.value == value))
 
 

@@ -66,7 +66,9 @@ class Database(Protocol):
         """Shorten its file by up to `most_pages` of 4 KiB, if over `spare_pages` are free."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End all connections."""
+        ...
 
 
 class Transactions:

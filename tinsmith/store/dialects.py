@@ -11,7 +11,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-__all__ = ["Numbers", "Pairs", "Texts", "insert"]
+__all__ = ["JSONPairs", "Numbers", "Texts", "insert"]
 
 
 class Numbers(FunctionElement[int]):
@@ -28,7 +28,7 @@ class Texts(FunctionElement[str]):
     inherit_cache = True
 
 
-class Pairs(FunctionElement[Any]):
+class JSONPairs(FunctionElement[Any]):
     """Keys and values of a column of JSON objects, as a table. On PostgreSQL only values that are texts are in it."""
 
     inherit_cache = True
@@ -50,13 +50,13 @@ def _entries(element: Numbers | Texts, compiler: SQLCompiler, **kw: Any) -> str:
     return f"(SELECT value FROM json_each({compiler.process(element.clauses, **kw)}))"
 
 
-@compiles(Pairs, "postgresql")
-def _pairs_of_postgresql(element: Pairs, compiler: SQLCompiler, **kw: Any) -> str:
+@compiles(JSONPairs, "postgresql")
+def _pairs_of_postgresql(element: JSONPairs, compiler: SQLCompiler, **kw: Any) -> str:
     column = compiler.process(element.clauses, **kw)
     pairs = f"json_each({column}) AS pairs (key, value)"
     return f"(SELECT key, value #>> '{{}}' AS value FROM {pairs} WHERE json_typeof(value) = 'string')"
 
 
-@compiles(Pairs, "sqlite")
-def _pairs_of_sqlite(element: Pairs, compiler: SQLCompiler, **kw: Any) -> str:
+@compiles(JSONPairs, "sqlite")
+def _pairs_of_sqlite(element: JSONPairs, compiler: SQLCompiler, **kw: Any) -> str:
     return f"json_each({compiler.process(element.clauses, **kw)})"

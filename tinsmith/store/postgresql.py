@@ -146,12 +146,7 @@ class PostgreSQLDatabase:
         connection, transaction = self._until_there(self._begun)
         with connection:  # which rolls back what is not committed
             yield connection
-            try:
-                connection.commit()
-            except StoreUnavailableError as error:
-                if not self._until_there(lambda: self._is_committed(transaction)):
-                    raise
-                log.warning("the database has committed, though it could not say so: %s", error)
+            self._commit(connection, transaction)
 
     def writing_durably(self) -> AbstractContextManager[Connection]:
         return self.writing()
@@ -176,6 +171,15 @@ class PostgreSQLDatabase:
                 require_own(self.fence, connection.exec_driver_sql(NEWEST).first(), self.name)
             failed.pop_all()
         return connection, transaction
+
+    def _commit(self, connection: Connection, transaction: str) -> None:
+        """Commit. Raises StoreUnavailableError if that was not done, or if nobody can be asked whether it was."""
+        try:
+            connection.commit()
+        except StoreUnavailableError as error:
+            if not self._until_there(lambda: self._is_committed(transaction)):
+                raise
+            log.warning("the database has committed, though it could not say so: %s", error)
 
     def _is_committed(self, transaction: str) -> bool:
         with self._reads_once.connect() as connection:
