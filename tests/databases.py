@@ -77,7 +77,7 @@ class PostgreSQL:
         if self._user is not None:
             os.chown(directory, self._user.pw_uid, self._user.pw_gid)
         self._process: subprocess.Popen[bytes] | None = None
-        self._run(
+        self.run(
             "initdb",
             "--pgdata",
             str(directory / "data"),
@@ -98,7 +98,8 @@ class PostgreSQL:
             return {}
         return {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": [], "cwd": self.directory}
 
-    def _run(self, name: str, *arguments: str) -> None:
+    def run(self, name: str, *arguments: str) -> None:
+        """Run one of PostgreSQL's programs."""
         program = _program(name)
         assert program is not None
         subprocess.run([program, *arguments], check=True, capture_output=True, **self._as_user)

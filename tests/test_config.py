@@ -116,7 +116,7 @@ def test_the_tree_survives_the_way_to_the_engine() -> None:
         ("max_images: 1\n", "unknown key 'max_images'; did you mean 'requests.max_images'?"),
         (
             "1: 1\n",
-            "unknown key '1'; known here: base_models, data_dir, database_url, checkpoint_root, log_level, log_format, ",
+            "unknown key '1'; known here: base_models, data_dir, database_url, checkpoint_root, log_level, log_format",
         ),
         ("server: 8000\n", "server=8000 must be a section, with keys and values below it"),
         ("- 1\n", "must hold sections such as 'server:', not a list"),

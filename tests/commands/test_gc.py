@@ -4,6 +4,8 @@ import hashlib
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.commands.test_recover import printed
 from tests.store.test_blobs import DIGEST, IMAGE, blobs_in, with_model
 from tests.store.test_commands import step
