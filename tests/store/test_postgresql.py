@@ -18,6 +18,7 @@ import pytest
 
 from tests.databases import PostgreSQL, run_sql, running
 from tests.store.test_commands import DESCRIPTION, MODEL, SESSION, create_command, done, step
+from tests.store.test_store import next_version
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store.catalog import SessionFilter, describe_session, search_sessions
 from tinsmith.store.database import URL_FILE, open_database, use_database
@@ -249,6 +250,19 @@ def test_another_url_is_refused(tmp_path: Path, url: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         use_database(tmp_path, url)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_database_is_migrated_under_a_server(
+    postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = postgresql.serve(tmp_path)
+    with closing(Store.open(tmp_path)) as store:
+        store.hold()
+        next_version(tmp_path / "revisions", monkeypatch)
+        with pytest.raises(ConfigError, match="is to be migrated for this version, and a server uses it: stop that"):
+            Store.open(tmp_path)
+    Store.open(tmp_path).close()
+    assert postgresql.execute("SELECT version_num FROM alembic_version", name) == [("8",)]
 
 
 def test_a_database_in_a_file_is_not_left_behind(tmp_path: Path) -> None:

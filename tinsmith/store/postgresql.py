@@ -257,8 +257,15 @@ def open_postgresql(url: URL, busy_s: float = BUSY_S) -> PostgreSQLDatabase:
     database = PostgreSQLDatabase(url, busy_s)
     with ExitStack() as failed:
         failed.callback(database.close)
+
+        def require_unused() -> None:
+            if not connection.exec_driver_sql(f"SELECT pg_try_advisory_xact_lock({SERVERS})").scalar():
+                raise ConfigError(
+                    f"{database.name} is to be migrated for this version, and a server uses it: stop that server first"
+                )
+
         with _usable(database), database.writing() as connection:
-            bring_to_our_version(connection, database.name, database.damaged)
+            bring_to_our_version(connection, database.name, database.damaged, require_unused)
         failed.pop_all()
     return database
 

@@ -13,13 +13,19 @@ Damaged = Callable[[str], ConfigError]
 """The error for a database of which this was found."""
 
 
-def bring_to_our_version(connection: Connection, name: str, damaged: Damaged) -> None:
-    """Make or migrate the tables of the database that errors call `name`. Raises as `is_older`."""
+def bring_to_our_version(
+    connection: Connection, name: str, damaged: Damaged, require_unused: Callable[[], None] = lambda: None
+) -> None:
+    """Make or migrate the tables of the database that errors call `name`. Raises as `is_older`.
+
+    `require_unused` raises ConfigError if a server uses it, before it is migrated.
+    """
     if not inspect(connection).get_table_names():
         schema.metadata.create_all(connection)
         schema.alembic_version.create(connection)
         connection.execute(schema.alembic_version.insert().values(version_num=schema.REVISION))
     elif is_older(connection, name, damaged):
+        require_unused()
         _upgrade(connection)
 
 
