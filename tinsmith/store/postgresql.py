@@ -7,7 +7,8 @@ Every commit is on the disk when it returns. With synchronous_commit=off, Postgr
 killed, and clients have the ids of their operations by then.
 
 A connection may break while a commit is on its way. Then PostgreSQL is asked, over another one, what became of that
-transaction. So nothing is applied twice because somebody tries again.
+transaction. Only if it stays away for longer is the caller told to try again, perhaps in vain: operations, outcomes and
+checkpoints have keys, and a repeat changes nothing.
 """
 
 import json
