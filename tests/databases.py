@@ -132,9 +132,10 @@ class PostgreSQL:
         (self._process.send_signal(3) if at_once else self._process.send_signal(2))
         self._process.wait()
 
-    def restart(self) -> None:
+    def restart(self, away_s: float = 0.0) -> None:
         """As a crash of all of it, from which it recovers: `pg_ctl restart -m immediate`."""
         self.stop()
+        time.sleep(away_s)
         self.start()
 
     def execute(self, statement: str, database: str = "postgres") -> list[tuple[Any, ...]]:

@@ -151,6 +151,18 @@ def test_connections_that_broke_while_nobody_used_them_are_replaced(postgresql: 
                 assert store.session("s") is None
 
 
+def test_a_process_that_hangs_in_a_transaction_holds_others_up_for_a_while_only(
+    postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinsmith.store.postgresql._STUCK_S", 1)
+    postgresql.serve(tmp_path)
+    with closing(Store.open(tmp_path)) as hung, closing(Store.open(tmp_path)) as other:
+        ended = pytest.raises(StoreUnavailableError, match="idle-in-transaction timeout; PostgreSQL must take")
+        with ended, hung.writing():
+            other.create_session("s", DESCRIPTION)
+        assert other.session("s") is not None
+
+
 @contextmanager
 def raising(data_dir: Path, code: str) -> Iterator[None]:
     """Outcomes meet this error of PostgreSQL."""
