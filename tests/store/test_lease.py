@@ -24,7 +24,7 @@ WRITES: dict[str, Callable[[Store], object]] = {
     "outcome": lambda store: store.record([done(0)]),
     "checkpoint": lambda store: store.put_checkpoint(SAVED),
     "begun": lambda store: store.announce_checkpoint("d"),
-    "released": lambda store: store.release(MODEL),
+    "unloaded": lambda store: store.unload_model(MODEL),
     "lost": lambda store: store.lose_models({MODEL: "its worker ended"}),
     "submit": lambda store: store.append([step(1)]),
 }

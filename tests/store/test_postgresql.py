@@ -20,6 +20,7 @@ from tests.databases import PostgreSQL, run_sql, running
 from tests.store.test_commands import DESCRIPTION, MODEL, SESSION, create_command, done, step
 from tests.store.test_store import next_version
 from tinsmith.errors import ConfigError, StoreUnavailableError
+from tinsmith.store import schema
 from tinsmith.store.catalog import SessionFilter, describe_session, search_sessions
 from tinsmith.store.database import URL_FILE, open_database, use_database
 from tinsmith.store.records import Outcome, Used
@@ -274,7 +275,7 @@ def test_no_database_is_migrated_under_a_server(
         with pytest.raises(ConfigError, match="is to be migrated for this version, and a server uses it: stop that"):
             Store.open(tmp_path)
     Store.open(tmp_path).close()
-    assert postgresql.execute("SELECT version_num FROM alembic_version", name) == [("8",)]
+    assert postgresql.execute("SELECT version_num FROM alembic_version", name) == [(schema.REVISION,)]
 
 
 def test_a_database_in_a_file_is_not_left_behind(tmp_path: Path) -> None:
