@@ -126,8 +126,8 @@ def pid_of(server: Server, victim: str) -> int:
     while time.monotonic() < deadline:
         with suppress(psutil.Error):  # one has ended meanwhile
             for child in psutil.Process(server.process.pid).children(recursive=True):
-                if MODULES[victim] in child.cmdline():
-                    return child.pid
+                if MODULES[victim] in child.cmdline() and (victim != "worker" or child.name() == victim):
+                    return child.pid  # and no worker that stands by
         time.sleep(0.01)
     raise AssertionError(f"there is no {victim}")
 

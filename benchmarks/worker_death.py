@@ -25,7 +25,7 @@ ROUNDS, CALLS = 3, 16
 
 def worker_of(engine: psutil.Process) -> psutil.Process:
     """The worker of an engine."""
-    return next(child for child in engine.children() if "tinsmith.worker" in " ".join(child.cmdline()))
+    return next(child for child in engine.children() if child.name() == "worker")
 
 
 def engine_of_this_server() -> psutil.Process:

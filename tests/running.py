@@ -110,15 +110,17 @@ class Server:
         return self._child_of(self.pid, "tinsmith.engine")
 
     def worker_pid(self) -> int:
-        """The worker is the engine's only child."""
-        return self._child_of(self.engine_pid(), "tinsmith.worker")
+        """The only worker, once it has been told what it works for."""
+        return self._wait_for(lambda: next(iter(self.worker_pids()), None))
 
     def worker_pids(self) -> list[int]:
-        """The workers, in the order of their ranks."""
-        workers = [
-            child for child in psutil.Process(self.engine_pid()).children() if "tinsmith.worker" in child.cmdline()
-        ]
-        return [process_behind(worker.pid) for worker in sorted(workers, key=lambda worker: int(worker.cmdline()[-3]))]
+        """The workers, in the order of their ranks. Others may stand by."""
+        found = dict[str, int]()
+        for child in psutil.Process(self.engine_pid()).children():
+            with suppress(psutil.Error):  # it has ended meanwhile
+                pid = process_behind(child.pid) if "tinsmith.worker" in child.cmdline() else child.pid
+                found[psutil.Process(pid).name()] = pid
+        return [found[name] for name in sorted(found, key=lambda name: (len(name), name)) if name.startswith("worker")]
 
     def _child_of(self, pid: int, module: str) -> int:
         """The process that runs this module, once it has been started."""

@@ -9,10 +9,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from tests.engine.light_worker import FACTS, hang
-from tinsmith.protocol.child_process import read_start
+from tinsmith.protocol.child_process import Start
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
-from tinsmith.protocol.place import Place
 from tinsmith.protocol.serving import ForgetCheckpoint
 from tinsmith.protocol.work import WorkerReady
 
@@ -32,17 +31,19 @@ def enter(group: "ProcessGroup", is_apart: bool) -> None:
 
 def main() -> None:
     """Meet the others, and wait to be told."""
-    how, address, engine_pid, rank, count, meeting = sys.argv[1:]
-    _, keys = read_start(sys.stdin.buffer)
-    link = ChildLink(address, keys)
-    heartbeat = Heartbeat(address, int(engine_pid), keys)
+    how, engine_pid = sys.argv[1:]
+    start = Start.read(sys.stdin.buffer)
+    if start is None:
+        return
+    link = ChildLink(start.address, start.keys)
+    heartbeat = Heartbeat(start.address, int(engine_pid), start.keys)
     heartbeat.start()
     heartbeat.busy()
     import torch  # which takes seconds, in which heartbeats come
 
     from tinsmith.training.parallel.process_group import ProcessGroup
 
-    group = ProcessGroup(Place(int(rank), int(count), meeting), torch.device("cpu"), None, heartbeat.exchanges)
+    group = ProcessGroup(start.place, torch.device("cpu"), None, heartbeat.exchanges)
     group.connect()
     link.send(WorkerReady([FACTS.to_dict()], "cpu"))
     while True:
@@ -50,7 +51,7 @@ def main() -> None:
         messages = link.receive(0.5)
         heartbeat.busy()
         if any(isinstance(message, ForgetCheckpoint) for message in messages):
-            if how == "behind" and rank == "1":
+            if how == "behind" and start.place.rank == 1:
                 hang(heartbeat)
             enter(group, is_apart=how == "apart")
 

@@ -1,7 +1,7 @@
 """A worker without models, for tests of what the engine does with its worker process.
 
-It is run as a worker is, with the link's address and the engine's process id as its last arguments and the
-configuration on standard input; an argument before them says how it behaves:
+It is run as a worker is, with the engine's process id as its last argument and the rest on standard input; an argument
+before that says how it behaves:
 
 ready     it is ready at once, and answers each ForgetCheckpoint with the path; for the path `lost` it ends itself, with
           a
@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 
-from tinsmith.protocol.child_process import read_start
+from tinsmith.protocol.child_process import Start
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -80,10 +80,12 @@ def take(message: Message, how: str, link: ChildLink, heartbeat: Heartbeat) -> N
 
 def main() -> None:
     """Answer messages until told to stop, or until the engine is gone."""
-    how, address, engine_pid = sys.argv[1:4]
-    _, keys = read_start(sys.stdin.buffer)
-    link = ChildLink(address, keys)
-    heartbeat = Heartbeat(address, keys=keys)
+    how, engine_pid = sys.argv[1:]
+    start = Start.read(sys.stdin.buffer)
+    if start is None:
+        return
+    link = ChildLink(start.address, start.keys)
+    heartbeat = Heartbeat(start.address, keys=start.keys)
     heartbeat.idle()
     heartbeat.start()
     if how == "lost":

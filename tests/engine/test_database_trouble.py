@@ -76,7 +76,7 @@ def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(
     monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
     scheduler = here.engine.scheduler
     with monkeypatch.context() as patch:
-        patch.setattr("tinsmith.training.checkpoint.save_file", no_space)
+        patch.setattr("tinsmith.training.checkpoint.write_tensors", no_space)
         here.optim("a", 1)
         here.say(EndSession("s", save=True))
         here.settle()
@@ -211,7 +211,7 @@ def test_what_is_left_when_the_engine_stops_ends_with_an_error_also_if_its_model
 
     Nor is it said that anything is tried again.
     """
-    monkeypatch.setattr("tinsmith.training.checkpoint.save_file", no_space)
+    monkeypatch.setattr("tinsmith.training.checkpoint.write_tensors", no_space)
     here.engine.scheduler.forward.order.paces.full["tiny"] = here.backend().passes.tokens_per_pass = 3
     here.forward("a", 1, [3] * 8)
     here.optim("a", 2)

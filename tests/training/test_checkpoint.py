@@ -19,7 +19,6 @@ from tinsmith.models.base import BaseModel
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_about, read_state, weights_from, write_state
-from tinsmith.training.parallel.checkpoint_shard import TensorFile
 
 SETTINGS = AdamSettings(0.01, (0.9, 0.95), 1e-8, 0.1, 0.5)
 
@@ -172,32 +171,3 @@ def test_another_base_model_is_refused(family_base: Callable[[str], BaseModel], 
     for other, reason in ((base, r"tiny \(qwen3_5\): modules or"), (family_base("llama"), r"tiny \(llama\)")):
         with pytest.raises(UserError, match=r"was made for tiny \(qwen3_5\) and does not fit base model " + reason):
             read_state(tmp_path / "c", other)
-
-
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        {},
-        {
-            "b.step": [],
-            "layers.10.w": [2, 3],
-            "layers.2.w": [3],
-            "b.exp_avg_sq": [2],
-            "b.exp_avg": [2],
-            "a": [1, 1, 4],
-            "Z": [5],
-        },
-        {f"layers.{number}.mlp.weight{'x' * (number % 9)}": [number, 7] for number in range(1, 40)},
-        {'quoted "ä" \\ name': [2]},
-    ],
-)
-def test_header_and_positions_are_those_of_safetensors(tmp_path: Path, shapes: dict[str, list[int]]) -> None:
-    """Of files that are written piece by piece, byte for byte."""
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    save_file(tensors, tmp_path / "file")
-    found = TensorFile.of(shapes)
-    content = bytearray((tmp_path / "file").stat().st_size)
-    content[: len(found.header)] = found.header
-    for name, tensor in tensors.items():
-        content[found.starts[name] : found.starts[name] + tensor.nbytes] = tensor.numpy().tobytes()
-    assert bytes(content) == (tmp_path / "file").read_bytes()

@@ -5,6 +5,7 @@ Started by the server, with the configuration as JSON on standard input.
 
 import logging
 import os
+import signal
 import sys
 from dataclasses import replace
 
@@ -35,6 +36,7 @@ def main() -> int:
         config = from_tree(orjson.loads(sys.stdin.buffer.read()))
         start_logging("engine", config.log_level, config.log_format)
         workers = workers_of(config, link)
+        signal.signal(signal.SIGCHLD, lambda *_: link.wake())  # the end of a worker is looked at when it comes
         workers.start_if_due()  # before the rest: it takes seconds to import their libraries
         workers.records.open()
         engine = Engine(config, link, heartbeat, workers)

@@ -11,10 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tinsmith.config import Config
-from tinsmith.protocol.child_process import start_bytes
-from tinsmith.protocol.gate import ChildKeys
-from tinsmith.protocol.place import Place
+from tinsmith.protocol.child_process import Start
 
 log = logging.getLogger(__name__)
 
@@ -27,31 +24,15 @@ _LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
-class WorkerStart:
-    """Arguments for the start of a worker."""
+class Surroundings:
+    """The program of a worker and its environment."""
 
     program: Sequence[str]
-    place: Place
-    address: str
-    """Address of the engine's end of its link."""
-    keys: ChildKeys | None
-    config: Config
     variables: Mapping[str, str]
 
     def command(self, parent_pid: str) -> list[str]:
-        """The program and its arguments, to be started by the process `parent_pid`."""
-        return [
-            *self.program,
-            self.address,
-            parent_pid,
-            str(self.place.rank),
-            str(self.place.count),
-            self.place.meeting,
-        ]
-
-    @property
-    def standard_input(self) -> bytes:
-        return start_bytes(self.config, self.keys)
+        """The program and its argument, to be started by the process `parent_pid`."""
+        return [*self.program, parent_pid]
 
 
 class WorkerProgram(ABC):
@@ -107,16 +88,20 @@ class WorkerProgram(ABC):
 
 
 class ChildProgram(WorkerProgram):
-    """A program that this process has started."""
+    """A program that this process has started, and which imports its libraries until it is told what to do."""
 
-    def __init__(self, launch: WorkerStart) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         self.kill_s = KILL_S
-        command, environment = launch.command(str(os.getpid())), os.environ | dict(launch.variables)
+        command, environment = surroundings.command(str(os.getpid())), os.environ | dict(surroundings.variables)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        self.surroundings = surroundings
         self.pid = self._process.pid
+
+    def tell(self, start: Start) -> None:
+        """Let it begin, once."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, which `poll` tells
-            self._process.stdin.write(launch.standard_input)
+            self._process.stdin.write(start.to_bytes())
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
@@ -129,7 +114,13 @@ class ChildProgram(WorkerProgram):
 
 
 class Launcher:
-    """Starts the programs of workers, here as children of this process; `ray_workers.py` does so in Ray."""
+    """Starts the programs of workers, here as children of this process; `ray_workers.py` does so in Ray.
+
+    Some may stand by: when a worker has ended, the next need not import its libraries.
+    """
+
+    def __init__(self) -> None:
+        self._standing_by: list[ChildProgram] = []
 
     host: str | None = None
     """Address of this host at which workers find the engine; None for workers that are its own children."""
@@ -143,9 +134,27 @@ class Launcher:
         """
         return ()
 
-    def launch(self, launch: WorkerStart) -> WorkerProgram:
-        """Start a program; returns without waiting for it."""
-        return ChildProgram(launch)
+    def launch(self, surroundings: Surroundings, start: Start) -> WorkerProgram:
+        """Start a program, or let one that stands by begin; returns without waiting for it."""
+        program = self._take(surroundings) or ChildProgram(surroundings)
+        program.tell(start)
+        return program
+
+    def stand_by(self, wanted: Sequence[Surroundings]) -> None:
+        """Let these programs stand by, for those that are to start next."""
+        self._standing_by += [ChildProgram(surroundings) for surroundings in wanted]
+
+    def _take(self, surroundings: Surroundings) -> ChildProgram | None:
+        """Return a program that stands by in these surroundings, if one does."""
+        ended = [program for program in self._standing_by if program.poll() is not None]
+        found = [program for program in self._standing_by if program.surroundings == surroundings]
+        taken = next((program for program in found if program not in ended), None)
+        self._standing_by = [program for program in self._standing_by if program not in [*ended, taken]]
+        return taken
 
     def close(self) -> None:
-        """Start nothing any more."""
+        """Start nothing any more, and end what stands by."""
+        for program in self._standing_by:
+            program.kill()
+            program.wait()
+        self._standing_by = []

@@ -17,7 +17,7 @@ import sys
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import tinsmith
 from tinsmith.config import Config
-from tinsmith.engine.launching import Launcher, WorkerProgram, WorkerStart
+from tinsmith.engine.launching import Launcher, Surroundings, WorkerProgram
 from tinsmith.engine.ray_actor import GIVEN_BY_RAY, PARENT, WorkerActor
 from tinsmith.errors import ConfigError
+from tinsmith.protocol.child_process import Start
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +133,9 @@ class RayActors(Launcher):
             return None
         return [addresses[node] for node in self._nodes] if {*self._nodes} != {self._own_node} else []
 
-    def launch(self, launch: WorkerStart) -> "RayProgram":
+    def launch(self, surroundings: Surroundings, start: Start) -> "RayProgram":
         """Start a program in a new actor, where `hosts` has said last."""
-        place = PlacementGroupSchedulingStrategy(self._reserved, launch.place.rank)
+        place = PlacementGroupSchedulingStrategy(self._reserved, start.place.rank)
         actor: Any = (
             ray.remote(WorkerActor)
             .options(scheduling_strategy=place, max_restarts=0, max_task_retries=0, **self._needs)
@@ -146,15 +147,18 @@ class RayActors(Launcher):
             if name not in GIVEN_BY_RAY and not name.startswith("RAY_")
         }
         said = actor.run.remote(
-            launch.command(PARENT),
-            launch.standard_input,
-            left | dict(launch.variables),
+            surroundings.command(PARENT),
+            start.to_bytes(),
+            left | dict(surroundings.variables),
             os.getcwd(),  # noqa: PTH109
-            self._nodes[launch.place.rank],
+            self._nodes[start.place.rank],
             {name: str(file) for name, file in self._shared.items()},
         )
         self._programs.append(RayProgram(actor, said, self._wake))
         return self._programs[-1]
+
+    def stand_by(self, wanted: Sequence[Surroundings]) -> None:
+        """Nothing stands by in Ray: a worker that has ended may start on another host."""
 
     def close(self) -> None:
         """Leave Ray, which ends what is left of the actors and gives back what was reserved."""

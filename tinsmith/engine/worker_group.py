@@ -4,6 +4,7 @@ A worker that ends takes the others with it: they may wait for it in a sum that 
 gradients. All are started again.
 """
 
+import math
 import shutil
 import tempfile
 import time
@@ -27,6 +28,9 @@ from tinsmith.protocol.place import Place, meeting_at
 from tinsmith.protocol.serving import Starting, Status
 from tinsmith.protocol.work import DropFiles, WorkerReady
 from tinsmith.store.files import SNAPSHOTS_DIR
+
+STAND_BY_S = 5.0
+"""Seconds after workers became ready until others stand by: importing libraries takes time from the first steps."""
 
 LOOK_FOR_HOSTS_S = 1.0
 """Seconds between two looks whether there are hosts for workers that have none."""
@@ -68,6 +72,8 @@ class WorkerGroup:
         self._left: list[str] = []
         """Directories of saves that ended with the workers before."""
         self._told = False
+        self._stand_by_at = math.inf
+        """Monotonic time at which programs are to stand by for the next group."""
 
     @property
     def is_ready(self) -> bool:
@@ -131,6 +137,9 @@ class WorkerGroup:
         """Kill a worker that hangs, and all if each waits for the others in an exchange, as then nothing can come."""
         for worker in self.workers:
             worker.watch()
+        if time.monotonic() >= self._stand_by_at:
+            self._stand_by_at = math.inf
+            self.launcher.stand_by([worker.surroundings for worker in self.workers])
         found = hanging([worker.liveness for worker in self.workers])
         for worker, liveness in [(worker, worker.liveness) for worker in self.workers if worker.liveness in found]:
             why = "all wait for each other in an exchange, and nothing comes: " if liveness.last.waits else ""
@@ -141,6 +150,7 @@ class WorkerGroup:
         reasons = self._ends()
         if not reasons:
             return None
+        self._stand_by_at = math.inf
         deadline = time.monotonic() + LAST_WORDS_S
         # The one whose end they noticed ends just now
         while all(worker.follows for worker, _ in reasons) and time.monotonic() < deadline:
@@ -203,6 +213,8 @@ class WorkerGroup:
         if self._told or not self.is_ready:
             return []
         self._told = True
+        if self.config.server.stand_by:
+            self._stand_by_at = time.monotonic() + STAND_BY_S
         if self._left:
             self.workers[0].send(DropFiles(self._left))
             self._left = []

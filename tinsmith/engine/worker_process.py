@@ -10,9 +10,9 @@ from typing import Literal
 import psutil
 
 from tinsmith.config import Config, ServerConfig
-from tinsmith.engine.launching import Launcher, WorkerProgram, WorkerStart
+from tinsmith.engine.launching import Launcher, Surroundings, WorkerProgram
 from tinsmith.observing.metrics import Number
-from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, next_delay_s
+from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, Start, exit_text, next_delay_s
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
@@ -175,6 +175,11 @@ class WorkerProcess:
         """Seconds until `start_if_due` would start one; endless while one runs."""
         return max(0.0, self._start_at - time.monotonic()) if self.process is None else float("inf")
 
+    @property
+    def surroundings(self) -> Surroundings:
+        """The program, and the environment that it has."""
+        return Surroundings(self.program, self.environment)
+
     def start_if_due(self) -> None:
         """Start a worker if none runs and it is time."""
         if self.process is not None or self.wait_s > 0:
@@ -183,8 +188,8 @@ class WorkerProcess:
         self.engine.listen_to(self.link)
         if self.answers is not None:
             self.answering = Answering(self.link.take_questions(), self.answers)
-        launch = WorkerStart(self.program, self.place, self.link.address, self.link.keys, self.config, self.environment)
-        self.process = self.launcher.launch(launch)
+        start = Start(self.link.address, self.link.keys, self.place, self.config, again=bool(self.models))
+        self.process = self.launcher.launch(self.surroundings, start)
         self.state, self.fault, self.follows, self._was_ready = "starting", "", False, False
         self._looked_at, self.liveness = time.monotonic(), Liveness(self.config.server)
 

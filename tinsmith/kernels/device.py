@@ -3,7 +3,7 @@
 import math
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
@@ -82,6 +82,35 @@ def _copy_staged(parameter: Tensor, device: torch.device, stages: SimpleQueue[Te
     finally:
         stages.put(stage)
     parameter.data = copied
+
+
+def pieces_on_host(memory: Tensor) -> Iterator[Tensor]:
+    """Bytes [n] of a device as pieces in the host's memory; each is valid until the next.
+
+    The thread waits for what the GPU was given before, and the GPU for nothing: the bytes travel on a stream of their
+    own, through pinned memory. Those that are on the host already are not copied.
+    """
+    if memory.device.type == "cpu":
+        yield memory
+        return
+    stage = torch.empty(min(STAGE_BYTES, len(memory)), dtype=memory.dtype, pin_memory=True)
+    stream = torch.cuda.Stream(memory.device, priority=-1)  # nothing is captured on one of this priority
+    stream.wait_stream(torch.cuda.current_stream(memory.device))
+    for piece in memory.split(STAGE_BYTES):
+        with torch.cuda.stream(stream):
+            arrived = stage[: len(piece)].copy_(piece, non_blocking=True)
+        stream.synchronize()
+        yield arrived
+
+
+def to_host(memory: Tensor) -> Tensor:
+    """Bytes [n] of a device in the host's memory (see `pieces_on_host`); those that lie there are not copied."""
+    if memory.device.type == "cpu":
+        return memory
+    host = torch.empty_like(memory, device="cpu")
+    for piece, place in zip(pieces_on_host(memory), host.split(STAGE_BYTES), strict=True):
+        place.copy_(piece)
+    return host
 
 
 def reserve_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

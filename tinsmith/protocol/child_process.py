@@ -1,17 +1,18 @@
 """The rules for engine and worker processes: how one is configured, watched, restarted, and its end described."""
 
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
 import orjson
 
 from tinsmith.config import Config, from_tree, to_tree
 from tinsmith.protocol.gate import ChildKeys
+from tinsmith.protocol.place import Place
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
-"""Between the end of a process and the start of the next, in seconds: doubled for each that was never ready."""
+"""Between the end of a process that was never ready and the start of the next, in seconds: doubled each time."""
 
 WATCH_S = 1.0
 """Seconds between two looks for heartbeats."""
@@ -28,21 +29,36 @@ def leave_signals_to_server() -> None:
             signal.signal(number, lambda *_: None)  # not SIG_IGN, which processes that are started would inherit
 
 
-def start_bytes(config: Config, keys: ChildKeys | None) -> bytes:
-    """Encode a worker's configuration and keys for its standard input, which other users of its host do not see."""
-    return orjson.dumps({"config": to_tree(config), "keys": None if keys is None else asdict(keys)})
+@dataclass(frozen=True)
+class Start:
+    """What a worker is told on its standard input, which other users of its host do not see."""
 
+    address: str
+    """Address of the engine's end of its link."""
+    keys: ChildKeys | None
+    """Keys, if that link goes over TCP."""
+    place: Place
+    config: Config
+    again: bool
+    """Whether another was ready before it, and has checked the same base models."""
 
-def read_start(standard_input: BinaryIO) -> tuple[Config, ChildKeys | None]:
-    """Undo `start_bytes`. There are keys if the engine's link goes over TCP."""
-    started = orjson.loads(standard_input.read())
-    keys = started["keys"]
-    return from_tree(started["config"]), None if keys is None else ChildKeys(**keys)
+    def to_bytes(self) -> bytes:
+        return orjson.dumps(asdict(self) | {"config": to_tree(self.config)})
+
+    @classmethod
+    def read(cls, standard_input: BinaryIO) -> "Start | None":
+        """Undo `to_bytes`, as soon as it is there; None for a worker that is not needed."""
+        told = standard_input.read()
+        if not told:
+            return None
+        start = orjson.loads(told)
+        keys = None if start["keys"] is None else ChildKeys(**start["keys"])
+        return cls(start["address"], keys, Place(**start["place"]), from_tree(start["config"]), start["again"])
 
 
 def next_delay_s(last_s: float, was_ready: bool) -> float:
     """Seconds until the next process is started, after a delay of `last_s` before the one that has ended."""
-    return FIRST_DELAY_S if was_ready else min(max(FIRST_DELAY_S, 2 * last_s), LONGEST_DELAY_S)
+    return 0.0 if was_ready else min(max(FIRST_DELAY_S, 2 * last_s), LONGEST_DELAY_S)
 
 
 def exit_text(exit_code: int) -> str:

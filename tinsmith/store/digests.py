@@ -16,7 +16,7 @@ T = TypeVar("T")
 BLOCK_BYTES = 16 * 2**20
 """Changing it changes the format of manifests and fingerprints."""
 _READ_BYTES = 2**20
-_MAX_THREADS = 16
+MAX_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ def blocks_of(path: Path, start: int, size: int) -> list[Block]:
     return [Block(path, start + done, min(BLOCK_BYTES, size - done)) for done in range(0, max(size, 1), BLOCK_BYTES)]
 
 
-def digests_of(blocks: Sequence[Block]) -> list[str]:
+def digests_of(blocks: Sequence[Block], most_threads: int = MAX_THREADS) -> list[str]:
     """SHA-256 of each block in hexadecimal; of what there is, if the file ends before. Raises OSError."""
-    return of_each(blocks, _digest_of)
+    return of_each(blocks, _digest_of, most_threads)
 
 
-def of_each(blocks: Sequence[Block], function: Callable[[Block], T]) -> list[T]:
+def of_each(blocks: Sequence[Block], function: Callable[[Block], T], most_threads: int = MAX_THREADS) -> list[T]:
     """Results of a function of each block, by several threads."""
-    if len(blocks) < 2:
+    if len(blocks) < 2 or most_threads == 1:
         return list(map(function, blocks))
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(blocks))) as threads:
+    with ThreadPoolExecutor(min(most_threads, os.cpu_count() or 1, len(blocks))) as threads:
         return list(threads.map(function, blocks))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.errors import TinsmithError, translated
-from tinsmith.store.digests import BLOCK_BYTES, blocks_of, digests_of
+from tinsmith.store.digests import BLOCK_BYTES, MAX_THREADS, blocks_of, digests_of
 from tinsmith.store.disk import sync
 from tinsmith.store.records import Checkpoint
 
@@ -46,14 +46,16 @@ class Manifest:
         return Checkpoint(**self.checkpoint, directory=directory)
 
 
-def write_manifest(directory: Path, checkpoint: Checkpoint, durable: bool = True) -> None:
+def write_manifest(
+    directory: Path, checkpoint: Checkpoint, durable: bool = True, most_threads: int = MAX_THREADS
+) -> None:
     """Write the manifest of a complete directory; sync the files if they are `durable`. Raises OSError."""
     row = {name: value for name, value in asdict(checkpoint).items() if name != "directory"}
     found = sorted(file for file in directory.rglob("*") if file.is_file())
     sizes = {file: file.stat().st_size for file in found}
     with ThreadPoolExecutor(1) as beside:  # digests keep a processor busy, and syncing the disk
         flushing = beside.submit(_sync_all, found if durable else [])
-        digests = iter(digests_of([block for file in found for block in blocks_of(file, 0, sizes[file])]))
+        digests = iter(digests_of([block for file in found for block in blocks_of(file, 0, sizes[file])], most_threads))
         flushing.result()
     files = {
         file.relative_to(directory).as_posix(): FileDigests(

@@ -191,9 +191,9 @@ class LocalBackend:
         self.memory.pager.bring([model])
         moments = model.moments() if optimizer else None
         size = model.weights.parameter_count * 4 * (3 if moments else 1)
-        self.memory.require("the copy that is saved", size, torch.device("cpu"))
         if isinstance(model.weights, Adapter) and size <= free_memory(self.base.device) - self.memory.promised():
             return copy_beside(about, model.weights, moments)
+        self.memory.require("the copy that is saved", size, torch.device("cpu"))
         return copy_to_host(about, model.weights, moments)
 
     def restore(self, model_id: str, state: SavedState) -> None:

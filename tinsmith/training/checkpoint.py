@@ -21,16 +21,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.kernels.device import to_host
 from tinsmith.models.base import BaseModel
 from tinsmith.models.fingerprint import check_fingerprint
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, LoraPair, adapter_of
 from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.store.files import ABOUT_FILE
+from tinsmith.training.tensor_files import write_tensors
 from tinsmith.training.update_check import MOMENTS
 
 FORMAT_VERSION = 2
@@ -79,13 +80,11 @@ class SavedState:
     def on_host(self) -> "SavedState":
         """Copy to host memory what does not lie there. Any thread may do this, and waits for the device alone."""
         moments = None if self.moments is None else copied(self.moments, _HOST)
-        if moments is not None:  # the number of steps may be one tensor under many names, which no file takes
-            moments = {name: tensor.clone() if tensor.ndim == 0 else tensor for name, tensor in moments.items()}
         return SavedState(self.about, copied(self.tensors, _HOST), moments)
 
 
 def copy_beside(about: About, weights: Adapter, moments: Mapping[str, Tensor] | None) -> SavedState:
-    """Copy weights and moments on the device in few operations; the host does not wait (see `SavedState.on_host`)."""
+    """Copy weights and moments on the device in few operations; the host does not wait."""
     device = weights.flat.device
     remembered = None if moments is None else copied(moments, device, anew=True)
     return SavedState(about, copied(weights.named_tensors(), device, anew=True), remembered)
@@ -103,7 +102,7 @@ def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = Fal
         place = tensor.untyped_storage().data_ptr()
         if place not in memories:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            memories[place] = whole, whole.to(device, copy=anew)
+            memories[place] = whole, to_host(whole) if device == _HOST and not anew else whole.to(device, copy=anew)
         there = memories[place][1].untyped_storage()
         return torch.empty(0, dtype=tensor.dtype, device=device).set_(
             there, tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -125,14 +124,13 @@ def write_state(state: SavedState, directory: Path) -> None:
 
     Raises TinsmithError if the disk does not take it; delete then what is in the directory.
     """
-    state = state.on_host()
     try:
         directory.mkdir(exist_ok=True)
-        save_file(state.tensors, directory / WEIGHTS_FILE)
+        write_tensors(state.tensors, directory / WEIGHTS_FILE)
         if state.moments is not None:
-            save_file(state.moments, directory / OPTIMIZER_FILE)
+            write_tensors(state.moments, directory / OPTIMIZER_FILE)
         (directory / ABOUT_FILE).write_text(state.about.text)
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a disk that is full
+    except OSError as error:
         raise TinsmithError(
             f"the checkpoint could not be written to {directory.parent}: {error}; make room there and save again"
         ) from error

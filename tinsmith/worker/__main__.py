@@ -1,7 +1,7 @@
-"""A worker process, one of COUNT: `python -m tinsmith.worker ADDRESS PARENT_PID RANK COUNT MEETING`.
+"""A worker process: `python -m tinsmith.worker PARENT_PID`.
 
-Started by the engine, or by an actor of Ray for it, with the configuration as JSON on standard input
-(`protocol/child_process.py`). RANK, COUNT and MEETING are its place (`protocol/place.py`).
+Started by the engine, or by an actor of Ray for it. It imports its libraries at once, and is told on standard input
+what it works for (`protocol/child_process.py`): perhaps much later, if it stands by.
 """
 
 import gc
@@ -9,17 +9,19 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError, DeviceLostError, EngineUnavailableError, WorkersLostError
 from tinsmith.logs import start_logging
-from tinsmith.protocol.child_process import leave_signals_to_server, read_start
+from tinsmith.protocol.child_process import Start, leave_signals_to_server
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
-from tinsmith.protocol.place import Place
 from tinsmith.protocol.questions import Questions
 from tinsmith.protocol.reports import Reports
 from tinsmith.protocol.serving import Bye, Starting
@@ -30,38 +32,38 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Run a worker until its engine stops it."""
     leave_signals_to_server()
-    place = Place(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
-    name = "worker" if place.count == 1 else f"worker {place.rank}"
-    start_logging(name)
-    config, keys = read_start(sys.stdin.buffer)
-    start_logging(name, config.log_level, config.log_format)
-    link = ChildLink(sys.argv[1], keys)
-    heartbeat = Heartbeat(sys.argv[1], int(sys.argv[2]), keys)
-    heartbeat.start()
-    steps = Steps(config, link.send)
-    steps.begin()
-    gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
-    import torch
-
-    if not config.only_compares:
-        threading.Thread(target=_wake, args=(torch, config.models.device), daemon=True).start()
-    # Transformers imports them where they are installed, for what we do not use: a second or two
-    with _absent("scipy", "sklearn"):
-        from tinsmith.training.parallel.process_group import ProcessGroup
-        from tinsmith.worker.bases import load_bases, load_compared, require_same
-        from tinsmith.worker.device_lock import lock_devices
-        from tinsmith.worker.loop import Worker
-        from tinsmith.worker.records import AskedRecords
+    parent_pid = int(sys.argv[1])
+    start_logging("worker")
+    with ThreadPoolExecutor(1, "imports") as thread:
+        importing = thread.submit(_import_libraries)
+        start = Start.read(sys.stdin.buffer)
+        if start is None:
+            return 0
+        config, place, address, keys = start.config, start.place, start.address, start.keys
+        name = "worker" if place.count == 1 else f"worker {place.rank}"
+        Path("/proc/self/comm").write_text(name)  # for `ps`: it stands by no more
+        start_logging(name, config.log_level, config.log_format)
+        link = ChildLink(address, keys)
+        heartbeat = Heartbeat(address, parent_pid, keys)
+        heartbeat.start()
+        steps = Steps(config, link.send)
+        steps.begin()
+        if not config.only_compares:
+            threading.Thread(target=_wake, args=(config.models.device,), daemon=True).start()
+        importing.result()
+    from tinsmith.training.parallel.process_group import ProcessGroup
+    from tinsmith.worker.bases import load_bases, load_compared, require_same
+    from tinsmith.worker.device_lock import lock_devices
+    from tinsmith.worker.loop import Worker
+    from tinsmith.worker.records import AskedRecords
 
     start_logging(name, config.log_level, config.log_format)  # for the libraries too, which are there now
-    gc.freeze()  # nor does a later collection look through them
-    gc.enable()
     try:
         lock_devices(config)  # nobody closes them: the process holds them to its end
-        bases = load_bases(config, steps.begin, measures=place.rank == 0)
+        bases = load_bases(config, steps.begin, measures=place.rank == 0, again=start.again)
         steps.begin()
         compared = load_compared(config, bases)
-        questions = Questions(sys.argv[1], keys)
+        questions = Questions(address, keys)
         device = next(iter(bases.values())).device
         group = ProcessGroup(place, device, questions.ask, heartbeat.exchanges) if place.count > 1 else None
         if group is not None and place.host:
@@ -70,8 +72,8 @@ def main() -> int:
             group.connect()
         records = AskedRecords(questions.ask)
         worker = Worker(config, bases, link, heartbeat, records, group, place, compared)
-        Reports(sys.argv[1], worker.status.make, keys).start()
-        worker.run(int(sys.argv[2]))
+        Reports(address, worker.status.make, keys).start()
+        worker.run(parent_pid)
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
         return 2
@@ -106,6 +108,17 @@ class Steps:
         self._send(Starting(step, list(self._to_come)))
 
 
+def _import_libraries() -> None:
+    """Import all that a worker needs."""
+    gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
+    # Transformers imports them where they are installed, for what we do not use: a second or two
+    with _absent("scipy", "sklearn"):
+        for module in ("training.parallel.process_group", "worker.bases", "worker.loop"):
+            import_module(f"tinsmith.{module}")
+    gc.freeze()  # nor does a later collection look through them
+    gc.enable()
+
+
 @contextmanager
 def _absent(*packages: str) -> Iterator[None]:
     """Let imports in the body find that packages are not installed."""
@@ -118,8 +131,10 @@ def _absent(*packages: str) -> Iterator[None]:
             del sys.modules[package]
 
 
-def _wake(torch: Any, device: str) -> None:
+def _wake(device: str) -> None:
     """Let a GPU get ready while this process imports libraries; loading a base model tells what is wrong with it."""
+    import torch
+
     with suppress(RuntimeError, AssertionError):
         if device != "cpu" and torch.cuda.is_available():
             torch.zeros(1, device="cuda" if device == "auto" else device)

@@ -68,10 +68,13 @@ def stays_on_host(source: str, config: Config) -> bool:
     return free_memory(device) < WHOLE_BASE * size_of(source, config.models).weight_bytes + GIB
 
 
-def load_bases(config: Config, begin: Callable[[], None] = lambda: None, measures: bool = True) -> dict[str, BaseModel]:
+def load_bases(
+    config: Config, begin: Callable[[], None] = lambda: None, measures: bool = True, again: bool = False
+) -> dict[str, BaseModel]:
     """Load every base model of the configuration and check it; `begin` is called before each load and each check.
 
-    With `measures` the log says what quantized experts cost: one worker's word is enough.
+    With `measures` the log says what quantized experts cost: one worker's word is enough. With `again` they take the
+    place of what another worker has just had: models that have passed their full check are not checked.
 
     Raises ConfigError as `load_base_model` and `check_base_model` do.
     """
@@ -107,7 +110,7 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None, measure
         )
     for name, base in bases.items():
         begin()
-        passed = _check(base, config, files[name], config.sampling.sampler == "local", on_host[name])
+        passed = _check(base, config, files[name], config.sampling.sampler == "local", on_host[name], again)
         if base.expert_format is not None and base.expert_format.name == METHOD and is_packed(base.config):
             log.info("%s: its experts are held as its files have them", name)
         elif measures and base.expert_format is not None:
@@ -160,8 +163,8 @@ def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, B
     return compared
 
 
-def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: bool) -> Path:
-    """Check a base model, quickly if the full check passed before in the same surroundings.
+def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: bool, again: bool = False) -> Path:
+    """Check a base model, quickly if the full check passed before in the same surroundings, and not at all `again`.
 
     Returns the file in which that is remembered.
     """
@@ -169,6 +172,9 @@ def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: 
     known = _surroundings(base, files, samples, on_host)
     passed = Path(config.data_dir) / PASSED_DIR / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
     why = "--self-check full" if config.models.self_check == "full" else _why_full(passed, known)
+    if again and not why:
+        log.info("%s is not checked again: a worker has just ended that passed with the same", base.name)
+        return passed
     form = "full" if why else "quick"
     log.info(
         "%s: the %s self-check runs: %s",

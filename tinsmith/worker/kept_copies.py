@@ -72,6 +72,7 @@ class KeptCopies:
             then(False, 0.0)
             return
         blocked_s = time.monotonic() - started
+        log.debug("model %s is copied; the device waited for %.3f s", model_id, blocked_s)
         self.threads.run(
             partial(write_copy, state, model_id, directory, before, durable=bool(self.place.host)),
             partial(self._written, model_id, blocked_s, then),
@@ -179,7 +180,7 @@ def _write_files(state: SavedState, model_id: str, directory: Path, writing: Pat
         created_at=time.time(),
         expires_at=None,
     )
-    write_manifest(writing, row, durable=durable)
+    write_manifest(writing, row, durable=durable, most_threads=1)  # nobody waits for it, and training needs the cores
     if durable:
         sync(writing)
 

@@ -3,48 +3,20 @@
 All workers write these files together (`store/pieces.py`), as `checkpoint.write_state` writes them of the whole copy.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 
-from torch import Size, Tensor
+from torch import Size, Tensor, float32
 
 from tinsmith.store.files import ABOUT_FILE
 from tinsmith.store.pieces import FilePiece
 from tinsmith.training.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, About
 from tinsmith.training.parallel.flat_row import FlatRow
+from tinsmith.training.tensor_files import TensorFile
 from tinsmith.training.update_check import ENTRIES
 
-_ALIGNED = 8
-"""The tensors begin at a multiple of so many bytes."""
-_LENGTH_BYTES = 8
-"""Bytes in front of the header, which hold its length."""
 BYTES = 4
 """Bytes of an element: all are float32."""
-
-
-@dataclass(frozen=True)
-class TensorFile:
-    """A file of float32 tensors."""
-
-    header: bytes
-    """Its first bytes, up to the first tensor."""
-    starts: Mapping[str, int]
-    """Offset of each tensor, in bytes from the beginning of the file."""
-
-    @classmethod
-    def of(cls, shapes: Mapping[str, Sequence[int]]) -> "TensorFile":
-        """The file of tensors of these shapes, whatever their order."""
-        entries: dict[str, dict[str, object]] = {}
-        ends = [0]
-        for name in sorted(shapes):
-            ends.append(ends[-1] + BYTES * prod(shapes[name]))
-            entries[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": ends[-2:]}
-        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % _ALIGNED)
-        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-        return cls(header, {name: len(header) + end for name, end in zip(entries, ends, strict=False)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +38,11 @@ class CheckpointShard:
     def pieces(self) -> Iterator[FilePiece]:
         """Yield the bytes that this worker writes, without a copy. Any thread may write them."""
         shapes = {name: shape for row in self.rows.values() for name, shape in row.shapes.items()}
-        weights = TensorFile.of(shapes)
+        weights = TensorFile.of({name: (float32, shape) for name, shape in shapes.items()})
         yield from self._in_file(WEIGHTS_FILE, weights, {"": self.masters})
         if self.moments is not None:
-            remembered = {f"{name}.{entry}": shape for name, shape in shapes.items() for entry in ENTRIES}
-            steps = {f"{name}.step": Size() for name in shapes}
+            remembered = {f"{name}.{entry}": (float32, shape) for name, shape in shapes.items() for entry in ENTRIES}
+            steps = {f"{name}.step": (float32, Size()) for name in shapes}
             optimizer = TensorFile.of(remembered | steps if self.moments else {})
             yield from self._in_file(
                 OPTIMIZER_FILE, optimizer, {f".{entry}": parts for entry, parts in self.moments.items()}
