@@ -103,6 +103,7 @@ def _run(config: Config, until_ready: bool) -> None:
     keep_bytes = config.server.kept_operations_mib * 2**20
     server = config.server
     use_database(data_dir, config.database_url)
+    config.database_url = ""  # the directory has it now: no worker is told the password
     with (
         listening(server.host, server.port) as listener,
         _listening_for_metrics(server.metrics_address) as for_metrics,

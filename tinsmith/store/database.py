@@ -141,11 +141,10 @@ def use_database(data_dir: Path, text: str) -> None:
     Raises ConfigError: no URL of PostgreSQL, or the directory has another database. Its password may change.
     """
     before = database_url(data_dir)
-    if not text:
-        if before is not None:
-            log.info("the data directory %s has its database at %s", data_dir, before.render_as_string())
+    url = _parsed(text, "database_url") if text else before
+    if url is None:
         return
-    url = _parsed(text, "database_url")
+    log.info("the data directory %s has its database at %s", data_dir, url.render_as_string())
     if before is not None and without_password(before) != without_password(url):
         raise ConfigError(
             f"database_url={url.render_as_string()} is not that of data_dir={data_dir}, which has its database at "
@@ -207,12 +206,12 @@ def require_data(data_dir: Path) -> None:
         )
 
 
-def look_into(data_dir: Path) -> str:
+def look_into(data_dir: Path, text: str = "") -> str:
     """Look into the database of a directory, beside a server too; returns its name, empty if there is none.
 
-    Raises ConfigError: unusable, damaged, or of an unknown version.
+    That of the URL `text`, if one is given. Raises ConfigError: unusable, damaged, or of an unknown version.
     """
-    url = database_url(data_dir)
+    url = _parsed(text, "database_url") if text else database_url(data_dir)
     if url is None:
         return str(data_dir / FILE_NAME) if look_into_sqlite(data_dir) else ""
     from tinsmith.store.postgresql import look_into_postgresql

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, create_engine, event
+from sqlalchemy import URL, Connection, create_engine, event, inspect
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DatabaseError, DisconnectionError
 
@@ -272,11 +272,12 @@ def open_postgresql(url: URL, busy_s: float = BUSY_S) -> PostgreSQLDatabase:
 
 
 def look_into_postgresql(url: URL) -> str:
-    """Look whether a database has all tables; returns its name. Raises as `open_postgresql`."""
+    """Look whether a database has all tables, or none; returns its name. Raises as `open_postgresql`."""
     database = PostgreSQLDatabase(url, busy_s=0.0)
     try:
         with _usable(database), database.reading() as connection:
-            is_older(connection, database.name, database.damaged)
+            if inspect(connection).get_table_names():
+                is_older(connection, database.name, database.damaged)
     finally:
         database.close()
     return database.name
