@@ -19,6 +19,7 @@ import select
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import Lock
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, create_engine, event, inspect
@@ -101,7 +102,10 @@ class PostgreSQLDatabase:
         )
         self._reads = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         self._reads_once = self._engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._is_servers = False
+        """Whether other servers are to be kept away."""
         self._held: Connection | None = None
+        self._holding = Lock()
         event.listen(self._engine, "connect", self._prepare)
         event.listen(self._engine, "checkout", _require_connected)
         event.listen(self._engine, "handle_error", self._name_trouble)
@@ -192,6 +196,11 @@ class PostgreSQLDatabase:
     # ---- The database as a whole
 
     def hold(self) -> None:
+        with self._holding:
+            self._is_servers = True
+            self._hold()
+
+    def _hold(self) -> None:
         if self._held is not None:
             try:
                 self._held.exec_driver_sql("SELECT 1")
@@ -224,8 +233,8 @@ class PostgreSQLDatabase:
         """Do nothing: whether it is there is seen by its answers."""
 
     def check(self) -> None:
-        """Look whether it has all tables, and is still held, if it was."""
-        if self._held is not None:
+        """Look whether it has all tables, and is still this server's."""
+        if self._is_servers:
             self.hold()
         with self.reading() as connection:
             is_older(connection, self.name, self.damaged)
