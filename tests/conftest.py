@@ -32,6 +32,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, here 
 replace_python(serve="TRITON_INTERPRET" in os.environ)  # on a GPU nothing is forked: CUDA does not survive it
 
 if TYPE_CHECKING:
+    from tests.databases import PostgreSQL
     from tinsmith.models.base import BaseModel
 
 __all__ = ["pytest_testnodedown"]  # a hook
@@ -110,6 +111,25 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> "Iterator[PostgreSQL]":
+    """A running PostgreSQL. Tests that stop it start one of their own."""
+    from tests.databases import running
+
+    with running() as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], object]:
+    """Run the test on both databases: of the data directory `tmp_path`, and those that the function is given."""
+    if request.param == "sqlite":
+        return lambda data_dir: None
+    cluster: PostgreSQL = request.getfixturevalue("postgresql")
+    cluster.serve(tmp_path)
+    return cluster.serve
 
 
 @pytest.fixture(scope="session")

@@ -884,9 +884,30 @@ MUTATIONS = (
     Mutation(
         "a command that is read twice runs twice",
         "tinsmith/store/commands.py",
-        "commands.c.seq_id.not_in(select(_known.c.value))",
-        'commands.c.seq_id >= 0, bindparam("known").is_not(None)',
+        'commands.c.model_id == bindparam("model"), _IS_NEW',
+        'commands.c.model_id == bindparam("model"), _IS_NEW | (commands.c.seq_id >= 0)',
         ("tests/store/test_commands.py",),
+    ),
+    Mutation(
+        "an engine writes on when its successor has been started",
+        "tinsmith/store/fence.py",
+        "newest is None or newest[0] != number",
+        "newest is None",
+        ("tests/store/test_lease.py",),
+    ),
+    Mutation(
+        "transactions of PostgreSQL that write do not follow one another",
+        "tinsmith/store/postgresql.py",
+        "SELECT pg_advisory_xact_lock({WRITERS})",
+        "SELECT pg_try_advisory_xact_lock({WRITERS})",
+        ("tests/store/test_lease.py",),
+    ),
+    Mutation(
+        "a commit whose answer was lost counts as one that failed",
+        "tinsmith/store/postgresql.py",
+        'return status == "committed"',
+        'return status == "aborted"',
+        ("tests/store/test_postgresql.py",),
     ),
     Mutation(
         "a second outcome of an operation replaces the one that was acknowledged",
@@ -940,13 +961,6 @@ MUTATIONS = (
         "tinsmith/engine/checkpoints.py",
         "        if saved is not None:\n",
         "        if saved is not None and overwrite:\n",
-        (ENGINE_DEATH,),
-    ),
-    Mutation(
-        "an engine that was stopped goes on recording beside the one that took its place",
-        "tinsmith/store/store.py",
-        "if self._engine is not None:",
-        "if self._engine is None:",
         (ENGINE_DEATH,),
     ),
     Mutation(

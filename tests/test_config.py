@@ -116,7 +116,7 @@ def test_the_tree_survives_the_way_to_the_engine() -> None:
         ("max_images: 1\n", "unknown key 'max_images'; did you mean 'requests.max_images'?"),
         (
             "1: 1\n",
-            "unknown key '1'; known here: base_models, data_dir, checkpoint_root, log_level, log_format, server",
+            "unknown key '1'; known here: base_models, data_dir, database_url, checkpoint_root, log_level, log_format",
         ),
         ("server: 8000\n", "server=8000 must be a section, with keys and values below it"),
         ("- 1\n", "must hold sections such as 'server:', not a list"),
@@ -187,7 +187,8 @@ def test_what_is_no_yaml_is_refused_in_one_line(tmp_path: Path, content: bytes |
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match="unknown option 'prot'; the options are base_models, data_dir, checkpoint_root, log_level, log_format, ",
+        match="unknown option 'prot'; the options are base_models, data_dir, database_url, checkpoint_root, log_level, "
+        "log_format, ",
     ):
         load(options={"prot": 1})
 

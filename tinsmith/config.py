@@ -474,6 +474,11 @@ class Config:
 
     base_models: list[str] = setting([], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several")
     data_dir: str = setting("tinsmith-data", "Directory of database, checkpoints and all else that survives a restart")
+    database_url: str = setting(
+        "",
+        "PostgreSQL database of this data directory, such as postgresql+psycopg://USER@HOST/NAME; the directory keeps "
+        "it, for other commands and later starts. Empty is a SQLite file in it",
+    )
     checkpoint_root: str = setting(
         "",
         (

@@ -25,6 +25,13 @@ from tests.acceptance.talking import RAW_STEP
 from tests.extent import amount, slow
 from tests.running import START_S, Server
 
+
+@pytest.fixture(autouse=True)
+def its_database(database: Callable[[Path], object], tmp_path: Path) -> None:
+    """All here holds for both databases."""
+    database(tmp_path / "data")
+
+
 LARGE_RANK = 256
 """Its checkpoint has 13 MiB, so that there is a middle of writing it."""
 

@@ -19,7 +19,7 @@ import tinker
 from tests.acceptance.conftest import connect, ready
 from tests.acceptance.talking import RAW_STEP, datum, learn, scores, text_input, train
 from tests.running import START_S
-from tinsmith.store.database import FILE_NAME
+from tinsmith.store.sqlite import FILE_NAME
 
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) (server|engine|worker): \S")
 """One format, whoever writes."""

@@ -6,11 +6,13 @@ import resource
 import shutil
 import stat
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.commands.test_recover import printed, saved
+from tests.databases import PostgreSQL
 from tests.running import limited_program, tinsmith_here
 from tests.store.test_blobs import DIGEST, IMAGE, blobs_in, with_model
 from tests.store.test_commands import MODEL, done, step
@@ -18,6 +20,7 @@ from tests.store.test_kept import kept
 from tinsmith.commands.backup import back_up
 from tinsmith.errors import TinsmithError
 from tinsmith.store.catalog import delete_checkpoint, every_checkpoint, purge_checkpoint
+from tinsmith.store.database import URL_FILE
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.store import Store, sweep
@@ -174,3 +177,28 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(data: Path, tmp_path
     assert done.returncode == 2
     assert done.stderr.startswith(f"tinsmith: {data} could not be copied to {tmp_path / 'copy'}: ")
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_database_in_postgresql_is_copied_by_its_own_program(postgresql: PostgreSQL, tmp_path: Path) -> None:
+    """As the refusal says. The copy is served under another URL."""
+    data, copy = tmp_path / "data", tmp_path / "copy"
+    name = postgresql.serve(data)
+    with closing(Store.open(data)) as store:
+        row = saved(CheckpointFiles(data), "tinker://m/weights/a")
+        store.put_checkpoint(row)
+    refused = tinsmith_here("backup", str(copy), "--data-dir", str(data))
+    assert refused.returncode == 2
+    assert f"`pg_dump --format=custom --file=FILE 'postgresql://tinsmith@/{name}?host=" in refused.stderr
+    assert f", and then copy {data}; this order works beside a server" in refused.stderr
+    assert not copy.exists()
+    dump, restored = str(postgresql.directory / f"{name}.dump"), postgresql.new_database()
+    where = "--host", str(postgresql.directory), "--username", "tinsmith"
+    postgresql.run("pg_dump", *where, "--format=custom", "--file", dump, name)
+    postgresql.run("pg_restore", *where, "--dbname", restored, dump)
+    shutil.copytree(data, copy)
+    (copy / URL_FILE).write_text(postgresql.url(restored))
+    shutil.rmtree(data)
+    with closing(Store.open(copy)) as store:
+        store.check()
+        assert store.require_checkpoint("tinker://m/weights/a") == row
+        assert CheckpointFiles(copy).at(row.directory).sizes() == {"adapter.safetensors": 10}

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.bases import load, new_ref, write_decoder
+from tests.databases import PostgreSQL, run_sql
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.memory.budget import ModelBytes
@@ -54,6 +55,22 @@ def test_the_database_that_is_there_is_read(tmp_path: Path) -> None:
     assert f"database ok all of {file} can be read" in doctor(tmp_path)
     file.write_bytes(file.read_bytes()[:4096] + b"x" * 20_000)
     assert re.search(f"database missing {file} is damaged: .* Put back a copy", doctor(tmp_path, lacks="database"))
+
+
+def test_a_database_in_postgresql_is_read(postgresql: PostgreSQL, tmp_path: Path) -> None:
+    """That of the directory, or the one that a server is to have. An empty one is filled by its first server."""
+    name = postgresql.serve(tmp_path / "data")
+    found = f"database ok all of the PostgreSQL database {name} on {postgresql.directory} can be read"
+    for _ in range(2):
+        assert found in doctor(tmp_path / "data")
+        assert found in doctor(tmp_path / "new", "--database-url", postgresql.url(name))
+        Store.open(tmp_path / "data").close()
+    run_sql(tmp_path / "data", "DROP TABLE lease")
+    assert re.search(
+        "database missing .* is damaged: there is no table lease. Put", doctor(tmp_path / "data", lacks="database")
+    )
+    missing = doctor(tmp_path / "new", "--database-url", postgresql.url("missing"), lacks="database")
+    assert "the PostgreSQL database missing on" in missing
 
 
 def test_a_model_is_sized_without_loading_it(family_dir: FamilyDir, tmp_path: Path) -> None:

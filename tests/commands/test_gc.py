@@ -4,6 +4,8 @@ import hashlib
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.commands.test_recover import printed
 from tests.store.test_blobs import DIGEST, IMAGE, blobs_in, with_model
 from tests.store.test_commands import step
@@ -12,6 +14,8 @@ from tests.store.test_sweep import saved
 from tinsmith.store.disk import only_user
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
+
+pytestmark = pytest.mark.usefixtures("database")
 
 NOTHING = "there is nothing to delete"
 

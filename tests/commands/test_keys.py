@@ -11,6 +11,8 @@ from tinsmith.store.keys import find_key, list_keys
 from tinsmith.store.records import ApiKey
 from tinsmith.store.store import Store
 
+pytestmark = pytest.mark.usefixtures("database")
+
 
 def keys(data_dir: Path, *arguments: str) -> str:
     ended = tinsmith_here("keys", *arguments, "--data-dir", str(data_dir))

@@ -15,6 +15,8 @@ from tinsmith.store.manifest import write_manifest
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 
+pytestmark = pytest.mark.usefixtures("database")
+
 
 def saved(files: CheckpointFiles, path: str, created_at: float = 1.0, expires_at: float | None = None) -> Checkpoint:
     """The files of a checkpoint, without a row."""
@@ -58,17 +60,18 @@ def test_what_the_database_does_not_know_is_registered_as_it_was_and_the_newest_
 
 
 def test_a_database_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
-    Store.open(tmp_path).close()
-    row = saved(CheckpointFiles(tmp_path), A)
-    (tmp_path / "tinsmith.db").write_bytes(os.urandom(5000))
-    done = tinsmith_here("recover", "--data-dir", str(tmp_path))
+    data = tmp_path / "data"  # whose database is a file
+    Store.open(data).close()
+    row = saved(CheckpointFiles(data), A)
+    (data / "tinsmith.db").write_bytes(os.urandom(5000))
+    done = tinsmith_here("recover", "--data-dir", str(data))
     assert done.returncode == 2
     assert "tinsmith.db is damaged: file is not a database. Put back a copy" in done.stderr
-    assert f"run `tinsmith recover --data-dir {tmp_path}`, which registers the checkpoints again" in done.stderr
-    for file in tmp_path.glob("tinsmith.db*"):
+    assert f"run `tinsmith recover --data-dir {data}`, which registers the checkpoints again" in done.stderr
+    for file in data.glob("tinsmith.db*"):
         file.unlink()
-    assert printed("recover", tmp_path) == [f"added {A}", "1 checkpoints added"]
-    assert Store.open(tmp_path).require_checkpoint(A) == row
+    assert printed("recover", data) == [f"added {A}", "1 checkpoints added"]
+    assert Store.open(data).require_checkpoint(A) == row
 
 
 def test_what_replaced_a_checkpoint_after_the_database_was_copied_takes_its_place(tmp_path: Path) -> None:

@@ -1,16 +1,17 @@
 """An engine and its worker in this process: real messages between them, real store, real models; only the processes are
 left out."""
 
-import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+from sqlalchemy import Connection
 
+from tests.databases import locked
 from tinsmith.config import Config, SamplingConfig
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.records import Records
@@ -22,7 +23,6 @@ from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Done, Status
 from tinsmith.protocol.work import PassDone, RunPass, WorkerReady
-from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CHECKPOINTS_DIR, delete_copies_left
 from tinsmith.store.records import CommandKind, Model, NewCommand, Outcome
 from tinsmith.store.store import Store
@@ -311,15 +311,9 @@ class Here:
         """What the server says."""
         self.engine.handle(travelled(message))
 
-    @contextmanager
-    def locked(self) -> Iterator[sqlite3.Connection]:
+    def locked(self) -> AbstractContextManager[Connection]:
         """While the body runs, another connection holds the lock of the database, as a backup does."""
-        other = sqlite3.connect(Path(self.config.data_dir) / FILE_NAME, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        try:
-            yield other
-        finally:
-            other.close()
+        return locked(Path(self.config.data_dir))
 
     # ---- Outcomes
 

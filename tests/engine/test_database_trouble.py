@@ -23,7 +23,10 @@ from tinsmith.models.base import BaseModel
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, Done, EndSession, Saving, Shutdown
 from tinsmith.store.records import Outcome
+from tinsmith.store.sqlite import SQLiteDatabase
 from tinsmith.store.store import Store
+
+pytestmark = pytest.mark.usefixtures("database")
 
 MODEL = "s:train:a"
 
@@ -44,8 +47,8 @@ def unreadable(here: Here) -> Iterator[None]:
 
     It keeps the connection that holds the log in its place.
     """
-    for engine in (here.store._database.normal, here.store._database.durable):
-        engine.dispose()
+    for name in ("_normal", "_durable") if isinstance(here.store._database, SQLiteDatabase) else ("_engine",):
+        getattr(here.store._database, name).dispose()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:

@@ -23,6 +23,8 @@ from tinsmith.store.files import kept_copies
 from tinsmith.store.records import Command, Model, SamplingSession
 from tinsmith.store.schema import commands
 
+pytestmark = pytest.mark.usefixtures("database")
+
 REASON = "the worker process ended unexpectedly (signal 9)"
 LENGTHS = [30, 20, 30]
 """Of a call that takes two passes."""

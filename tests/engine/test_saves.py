@@ -33,6 +33,8 @@ from tinsmith.store.store import sweep
 from tinsmith.training.checkpoint import SavedState, read_state, write_state
 from tinsmith.worker.exports import write_external
 
+pytestmark = pytest.mark.usefixtures("database")
+
 MODEL = "s:train:a"
 
 

@@ -2,7 +2,7 @@
 
 It is ready at once, and says for each EndSession that the session has ended. For session `lost` it ends itself, with a
 reason; for `worker lost` it has lost its worker, and for `worker back` it has another. It is run as the engine is: with
-the link's address and the server's process id as arguments, and the configuration on standard input.
+the link's address, the server's process id and its number as arguments, and the configuration on standard input.
 """
 
 import sys

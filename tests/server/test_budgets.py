@@ -14,6 +14,8 @@ from tinsmith.store.keys import add_key
 from tinsmith.store.records import Outcome, Used
 from tinsmith.store.usage import DAY_S, add_usage, used_between
 
+pytestmark = pytest.mark.usefixtures("database")
+
 NOON = 20_000 * DAY_S + 12 * 3600
 """A Unix time."""
 

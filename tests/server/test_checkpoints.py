@@ -15,6 +15,8 @@ from tinsmith.store.keys import add_key
 from tinsmith.store.store import sweep
 from tinsmith.store.usage import stored_bytes
 
+pytestmark = pytest.mark.usefixtures("database")
+
 A = "tinker://m/weights/a"
 
 

@@ -47,10 +47,11 @@ class Watched:
     async def nothing(self) -> None:
         pass
 
-    async def absent(self, reason: str) -> None:
+    async def absent(self, reason: str) -> int:
         self.absences.append(reason)
         if len(self.absences) <= self.locked_for:
             raise StoreUnavailableError("the database takes nothing at the moment")
+        return len(self.absences)
 
 
 async def until(seen: Callable[[], object]) -> None:

@@ -22,6 +22,8 @@ from tinsmith.server.lifetimes import keep_up
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
+pytestmark = pytest.mark.usefixtures("database")
+
 
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:

@@ -8,6 +8,8 @@ import pytest
 from tests.server.serving import Served, refused
 from tinsmith.store.records import Outcome
 
+pytestmark = pytest.mark.usefixtures("database")
+
 
 async def test_a_run_is_described_with_its_newest_checkpoints(server: Served) -> None:
     before = time.time()

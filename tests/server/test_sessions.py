@@ -8,6 +8,8 @@ import pytest
 from tests.server.serving import Served
 from tinsmith.store.store import Store
 
+pytestmark = pytest.mark.usefixtures("database")
+
 
 async def found(server: Served, **asked: object) -> list[str]:
     return [session["session_id"] for session in (await server.answer("sessions/search", asked))["sessions"]]

@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 import json
 import re
-import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -22,14 +21,18 @@ from fastapi import FastAPI
 from sqlalchemy import Engine, event
 
 from tests.acceptance.fuzzing import BODIES
+from tests.databases import run_sql
 from tests.server.serving import PROTOBUF, Served, forward_backward_body, refused, served
 from tinsmith.server import tenants
 from tinsmith.server.access import PREFIX
 from tinsmith.server.main import create_app
-from tinsmith.store.database import FILE_NAME
+from tinsmith.store import schema
 from tinsmith.store.keys import add_key, list_keys, revoke_key, rotate_key
 from tinsmith.store.records import ApiKey, Role
+from tinsmith.store.sqlite import FILE_NAME
 from tinsmith.store.store import Store
+
+pytestmark = pytest.mark.usefixtures("database")
 
 KINDS = ("weights", "sampler_weights", "external_weights")
 IN_PATHS = {"session_id": "{session}", "run_id": "{model}", "sampling_session_id": "{sampler}", "name": "kept"}
@@ -144,8 +147,12 @@ def statements() -> Iterator[list[str]]:
 
 
 def rows(directory: Path) -> list[str]:
-    with closing(sqlite3.connect(directory / FILE_NAME)) as connection:
-        return [line for line in connection.iterdump() if line.startswith("INSERT") and "api_keys" not in line]
+    return [
+        f"{table}: {row}"
+        for table in (*schema.metadata.tables, "alembic_version")
+        for row in sorted(map(repr, run_sql(directory, f"SELECT * FROM {table}")))
+        if table != "api_keys"
+    ]
 
 
 def without_ids(text: str, things: Mapping[str, str]) -> str:
@@ -323,7 +330,7 @@ async def test_what_takes_long_ends_with_its_key(server: Served, monkeypatch: py
             assert "needs an API key" in refused(reply, 401)
 
 
-async def test_only_a_living_key_is_let_in(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_a_living_key_is_let_in(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await server.get("status")).status_code == 200  # while there are none
     monkeypatch.setattr(tenants, "_FRESH_S", 0.0)
     monkeypatch.setattr(tenants, "_STALE_S", 0.0)
@@ -346,9 +353,7 @@ async def test_only_a_living_key_is_let_in(server: Served, monkeypatch: pytest.M
     assert [await status(**{"X-API-Key": sent}) for sent in (text, rotated)] == [401, 200]
     revoke_key(server.store, "alice")
     assert await status(**{"X-API-Key": rotated}) == 401
-    with closing(sqlite3.connect(server.hub.store._store._database.file.path)) as connection:
-        connection.execute("DELETE FROM api_keys")
-        connection.commit()
+    run_sql(tmp_path, "DELETE FROM api_keys")
     assert await status() == 401  # nobody is let in by a table that lost its rows
 
 

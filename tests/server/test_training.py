@@ -16,6 +16,8 @@ from tests.server.serving import ZSTD, Served, forward_backward_body, parsers, r
 from tinsmith.store.records import REJECTED
 from tinsmith.wire import tinker_pb2
 
+pytestmark = pytest.mark.usefixtures("database")
+
 
 async def test_a_retried_snapshot_gets_the_request_and_session_of_the_first_and_takes_over_no_other(
     server: Served,

@@ -6,19 +6,17 @@ Invariant: No image that a command needs is deleted, whichever process deletes i
 import hashlib
 import os
 import signal
-import sqlite3
 import subprocess
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.databases import locked, run_sql
 from tests.preloaded import REAL_PYTHON
 from tests.store.test_commands import DESCRIPTION, MODEL, SESSION, create_command, done, step
 from tinsmith.errors import StoreUnavailableError, TinsmithError
 from tinsmith.store.blobs import BlobFiles
-from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import NewCommand
 from tinsmith.store.store import Store
 
@@ -40,7 +38,7 @@ Store.open(Path(sys.argv[1])).append([step(1, images=IMAGE)])
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(database: object, tmp_path: Path) -> Store:
     return with_model(tmp_path)
 
 
@@ -68,8 +66,7 @@ def test_an_image_is_a_file_named_by_its_digest_until_no_command_needs_it(store:
     file = tmp_path / "blobs" / DIGEST.hex()[:2] / DIGEST.hex()
     assert file.read_bytes() == DATA
     assert blobs_in(tmp_path) == sorted([file.name, other.hex()])
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        assert DATA not in "\n".join(connection.iterdump()).encode()
+    assert all(DATA not in bytes(payload) for (payload,) in run_sql(tmp_path, "SELECT payload FROM commands"))
     store.record([done(1)])
     assert blobs_in(tmp_path) == [file.name]
     store.record([done(2)])
@@ -145,8 +142,7 @@ def test_a_disk_that_takes_no_image_takes_no_command(store: Store, tmp_path: Pat
 def test_an_image_that_cannot_be_deleted_now_is_deleted_later(store: Store, tmp_path: Path) -> None:
     store.append([step(1, images=IMAGE), step(2, images={hashlib.sha256(b"2").digest(): b"2"})])
     impatient = Store.open(tmp_path, busy_s=0.05)
-    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+    with locked(tmp_path):
         impatient.delete_unused_blobs([DIGEST])
     assert len(blobs_in(tmp_path)) == 2
     store.record([done(1)])

@@ -7,18 +7,16 @@ Invariant: Outcome and applied operation are recorded together; commands are fou
 """
 
 import hashlib
-import sqlite3
 import time
 import tracemalloc
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.databases import run_sql
 from tinsmith.errors import NotFoundError
-from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import REJECTED, Model, NewCommand, Outcome, SamplingSession
 from tinsmith.store.store import Store
 
@@ -98,13 +96,11 @@ def test_a_command_with_a_lower_id_that_is_committed_later_is_found(store: Store
     """As a database may do that several writers share."""
     store.append([step(1), step(2)])
     assert [c.seq_id for c in store.queued(MODEL, known=[])] == [0, 1, 2]
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
-        other.execute(
-            "INSERT INTO commands (id, model_id, seq_id, kind, payload, status, created_at) "
-            "VALUES (-7, ?, 3, 'optim_step', x'7b', 'queued', 1)",
-            [MODEL],
-        )
-        other.commit()
+    run_sql(
+        tmp_path,
+        "INSERT INTO commands (id, model_id, seq_id, kind, payload, status, created_at) "
+        f"SELECT -7, '{MODEL}', 3, 'optim_step', payload, 'queued', 1 FROM commands WHERE seq_id = 1",
+    )
     assert [c.seq_id for c in store.queued(MODEL, known=[0, 1, 2])] == [3]
 
 

@@ -7,20 +7,21 @@ Invariant: What a replay may need stays until it is released, whatever the limit
 
 import hashlib
 import logging
-import sqlite3
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.databases import locked, run_sql
 from tests.store.test_blobs import DATA, DIGEST, IMAGE, blobs_in, with_model
 from tests.store.test_commands import MODEL, SESSION, done, step
 from tinsmith.errors import NotFoundError
-from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import Command, HistoryChange, Outcome
 from tinsmith.store.store import Store
+
+pytestmark = pytest.mark.usefixtures("database")
 
 KIB = 2**10
 
@@ -98,12 +99,8 @@ def test_nothing_stays_unless_it_is_asked_for(tmp_path: Path, before: int) -> No
     store = Store.open(tmp_path)
     store.fail_unfinished("the server stopped")
     assert (kept(store, commands), blobs_in(tmp_path)) == ([], [])
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        assert (
-            connection.execute("SELECT payload, image_digests, kept_bytes FROM commands").fetchall()
-            == [(None, None, None)] * 2
-        )
-        assert connection.execute("SELECT * FROM command_images").fetchall() == []
+    assert run_sql(tmp_path, "SELECT payload, image_digests, kept_bytes FROM commands") == [(None, None, None)] * 2
+    assert run_sql(tmp_path, "SELECT * FROM command_images") == []
 
 
 def test_the_oldest_goes_when_there_is_too_much(tmp_path: Path) -> None:
@@ -154,16 +151,14 @@ def test_a_database_that_is_locked_after_the_outcome_costs_no_outcome(
     store.append([step(1, b"one", IMAGE)])
     store.close()
     store = Store.open(tmp_path, busy_s=0.05, keep_bytes=1)
-    other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
     count = store._count_kept
 
-    def locked(more: int) -> None:
-        other.execute("BEGIN IMMEDIATE")
-        count(more)
+    def count_beside_another(more: int) -> None:
+        with locked(tmp_path):
+            count(more)
 
-    store._count_kept = locked  # type: ignore[method-assign]
+    store._count_kept = count_beside_another  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         store.record([done(0), done(1)])
-    other.close()
     assert "finished operations are kept beyond their limit for now" in caplog.text
     assert store.status(f"{MODEL}/1") == "done"

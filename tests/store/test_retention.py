@@ -12,8 +12,8 @@ from sqlalchemy import func, select
 from tests.store.test_commands import DESCRIPTION
 from tests.store.test_store import checkpoint
 from tinsmith.store import schema, sessions
-from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import Model, NewCommand, Outcome, SamplingSession
+from tinsmith.store.sqlite import FILE_NAME
 from tinsmith.store.store import Store
 
 SOON = 3600.0
@@ -47,7 +47,9 @@ def run(store: Store, session_id: str, steps: int = 3, ends: bool = True) -> str
     return model.model_id
 
 
-def test_the_space_of_what_is_dropped_is_given_back_bit_by_bit(store: Store, tmp_path: Path) -> None:
+def test_the_space_of_what_is_dropped_is_given_back_bit_by_bit(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+
     def size() -> int:
         with store.reading() as connection:
             connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -16,15 +16,17 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine
+from sqlalchemy import MetaData, select
+from sqlalchemy.schema import CreateIndex, CreateTable
 
+from tests.databases import locked, plain_engine, run_sql
 from tests.preloaded import REAL_PYTHON
 from tests.store.test_commands import MODEL, SESSION, create_command, done
 from tinsmith.errors import ConfigError, NotFoundError, StoreUnavailableError, UserError
-from tinsmith.store import database, ids, schema
+from tinsmith.store import ids, schema, versions
 from tinsmith.store.catalog import publish_checkpoint
-from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import Checkpoint, NewCommand, SamplingSession
+from tinsmith.store.sqlite import FILE_NAME
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import parse_path
 
@@ -46,7 +48,7 @@ MADE_UP = """
 from alembic import op
 from sqlalchemy import Column, Text
 
-revision, down_revision = "9", "8"
+revision, down_revision = "10", "9"
 
 def upgrade():
     op.add_column("sessions", Column("mood", Text, server_default="calm"))
@@ -59,38 +61,49 @@ def next_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with as_file(files("tinsmith.store") / "revisions") as revisions:
         shutil.copytree(revisions, directory)
     (directory / "versions" / "v8_made_up.py").write_text(MADE_UP)
-    monkeypatch.setattr(schema, "REVISION", "9")
-    monkeypatch.setattr(database, "REVISIONS", str(directory))
+    monkeypatch.setattr(schema, "REVISION", "10")
+    monkeypatch.setattr(versions, "REVISIONS", str(directory))
 
 
+@pytest.mark.usefixtures("database")
 def test_a_database_of_the_version_before_is_migrated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(Store.open(tmp_path / "data")) as store:
+    with closing(Store.open(tmp_path)) as store:
         store.create_session("s", DESCRIPTION)
     next_version(tmp_path / "revisions", monkeypatch)
     for _ in range(2):
-        with closing(Store.open(tmp_path / "data")) as store:
+        with closing(Store.open(tmp_path)) as store:
             assert store.session("s") is not None
-        with closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as connection:
-            assert connection.execute("SELECT session_id, mood FROM sessions").fetchall() == [("s", "calm")]
-            assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("9",)]
+        assert run_sql(tmp_path, "SELECT session_id, mood FROM sessions") == [("s", "calm")]
+        assert run_sql(tmp_path, "SELECT version_num FROM alembic_version") == [("10",)]
 
 
+@pytest.mark.usefixtures("database")
 def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Store.open(tmp_path / "data").close()
+    Store.open(tmp_path).close()
     next_version(tmp_path / "revisions", monkeypatch)
-    with closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as connection:
-        # The last thing that the revision wants to make
-        connection.execute("CREATE INDEX ix_sessions_mood ON sessions (session_id)")
-        connection.commit()
-        before = list(connection.iterdump())
-        with pytest.raises(ConfigError, match="index ix_sessions_mood already exists"):
-            Store.open(tmp_path / "data")
-        assert list(connection.iterdump()) == before
+    # The last thing that the revision wants to make
+    run_sql(tmp_path, "CREATE INDEX ix_sessions_mood ON sessions (session_id)")
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r'ix_sessions_mood"? already exists'):
+        Store.open(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def contents(data_dir: Path) -> list[str]:
+    """All tables with their columns and indexes, and the version of the schema."""
+    with plain_engine(data_dir).connect() as connection:
+        tables = MetaData()
+        tables.reflect(connection)
+        made = [CreateTable(table) for table in tables.sorted_tables]
+        made_later = [CreateIndex(index) for table in tables.sorted_tables for index in table.indexes]
+        return sorted([str(each) for each in [*made, *made_later]]) + [
+            str(row) for row in connection.execute(select(schema.alembic_version))
+        ]
 
 
 def test_every_revision_leads_to_the_next_and_is_installed(store: Store, tmp_path: Path) -> None:
     """A new database has today's schema, and is opened without alembic: importing it would make every start slower."""
-    with create_engine(f"sqlite:///{tmp_path / FILE_NAME}").connect() as connection:
+    with plain_engine(tmp_path).connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, schema.metadata) == []
         assert context.get_current_revision() == schema.REVISION
@@ -106,8 +119,8 @@ def test_every_revision_leads_to_the_next_and_is_installed(store: Store, tmp_pat
     assert subprocess.run(command, check=False).returncode == 0
 
 
-UNKNOWN = r"tinsmith\.db is damaged: it has tables, and its schema version is (None|'x')\. Put back a copy"
-NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 8: use the newer one, or another data_dir"
+UNKNOWN = r" is damaged: it has tables, and its schema version is (None|'x')\. Put back a copy"
+NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 9: use the newer one, or another data_dir"
 
 
 @pytest.mark.parametrize(
@@ -123,10 +136,10 @@ NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 8: us
         ("DROP TABLE alembic_version", UNKNOWN),
     ],
 )
+@pytest.mark.usefixtures("database")
 def test_a_database_of_another_version_or_of_none_is_refused(tmp_path: Path, change: str, why: str) -> None:
     Store.open(tmp_path).close()
-    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
-        connection.execute(change)
+    run_sql(tmp_path, change)
     with pytest.raises(ConfigError, match=why):
         Store.open(tmp_path)
 
@@ -205,14 +218,13 @@ def test_why_there_is_no_checkpoint_of_a_path_is_said(store: Store) -> None:
     assert reason().endswith(f"it was never saved, was deleted, or expired long ago; there are {other}")
 
 
+@pytest.mark.usefixtures("database")
 def test_a_checkpoint_whose_row_was_not_taken_is_added_again_with_the_same_files(tmp_path: Path) -> None:
     store = Store.open(tmp_path, busy_s=0.05)
     row = checkpoint("tinker://m/weights/a", directory="d")
     store.announce_checkpoint("d")
-    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreUnavailableError, match="database is locked"):
-            store.put_checkpoint(row)
+    with locked(tmp_path), pytest.raises(StoreUnavailableError, match="another program has locked it: let that end"):
+        store.put_checkpoint(row)
     assert store.known_directories() == {"d"}
     store.put_checkpoint(row)
     assert store.require_checkpoint("tinker://m/weights/a") == row
@@ -242,7 +254,7 @@ def test_a_database_of_the_first_release_becomes_one_of_today(tmp_path: Path) ->
         assert store.tenant_of("s") == "local"
         assert [store.owns(run, "local") for run in ("s", MODEL, "imported", "x")] == [True, True, True, False]
         assert [store.is_public(f"tinker://{run}/weights/a") for run in (MODEL, "imported")] == [False, True]
-    with create_engine(f"sqlite:///{tmp_path / FILE_NAME}").connect() as connection:
+    with plain_engine(tmp_path).connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, schema.metadata) == []
         assert context.get_current_revision() == schema.REVISION

@@ -16,11 +16,12 @@ from pathlib import Path
 from tinsmith.config_values import require_empty
 from tinsmith.errors import ConfigError, NotFoundError, TinsmithError, translated
 from tinsmith.store import catalog, disk, recorded_sequences
-from tinsmith.store.database import FILE_NAME, require_data
+from tinsmith.store.database import database_url, require_data, without_password
 from tinsmith.store.disk import make_directory
 from tinsmith.store.files import CheckpointFiles, whole_directory
 from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.records import Checkpoint
+from tinsmith.store.sqlite import FILE_NAME
 from tinsmith.store.store import Store, opened
 
 _BEGUN = ".new"
@@ -42,6 +43,12 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
     nothing, or, at the end, if checkpoints are damaged or have no files.
     """
     require_data(data_dir)
+    if (url := database_url(data_dir)) is not None:
+        plain = shlex.quote(without_password(url).set(drivername="postgresql").render_as_string())
+        raise ConfigError(
+            f"data_dir={data_dir} has its database in PostgreSQL, which `tinsmith backup` does not copy: run "
+            f"`pg_dump --format=custom --file=FILE {plain}`, and then copy {data_dir}; this order works beside a server"
+        )
     require_empty(target)
     if target.resolve().is_relative_to(data_dir.resolve()):
         raise ConfigError(f"{target} is inside the data directory; name a directory outside of {data_dir}")

@@ -30,7 +30,7 @@ from tinsmith.models.machine import (
 )
 from tinsmith.protocol.devices import visible_gpus, worker_count
 from tinsmith.server.main import listening
-from tinsmith.store.database import FILE_NAME, look_into
+from tinsmith.store.database import look_into
 from tinsmith.store.disk import is_used
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run_doctor(config: Config, console: Console) -> int:
     sections = {
         "machine": [*_machine(machine), *_or_missing("workers", _workers(config, machine))],
         "software": list(_software()),
-        "storage": list(_storage(Path(config.data_dir))),
+        "storage": list(_storage(Path(config.data_dir), config.database_url)),
         "address": list(_or_missing("listens on", _address(config))),
     }
     if config.base_models:
@@ -133,7 +133,7 @@ def _software() -> Iterator[Finding]:
         yield Finding(library, state, f"{INSTALLED[library]} ({wanted})")
 
 
-def _storage(data_dir: Path) -> Iterator[Finding]:
+def _storage(data_dir: Path, url: str) -> Iterator[Finding]:
     there = next(path for path in (data_dir.absolute(), *data_dir.absolute().parents) if path.exists())
     if there.is_dir() and os.access(there, os.W_OK):
         yield Finding("data directory", "ok", f"{data_dir}: {_gib(shutil.disk_usage(there).free)} free on its disk")
@@ -142,7 +142,7 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
             "data directory", "missing", f"{data_dir}: cannot write to {there}; choose another with --data-dir"
         )
     yield from _or_missing("data directory", _use(data_dir))
-    yield from _or_missing("database", _database(data_dir))
+    yield from _or_missing("database", _database(data_dir, url))
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield Finding("shared memory", "ok", f"{_gib(shutil.disk_usage(shared).free)} free in {shared}")
@@ -157,9 +157,9 @@ def _use(data_dir: Path) -> Iterator[Finding]:
         )
 
 
-def _database(data_dir: Path) -> Iterator[Finding]:
-    if look_into(data_dir):
-        yield Finding("database", "ok", f"all of {data_dir / FILE_NAME} can be read")
+def _database(data_dir: Path, url: str) -> Iterator[Finding]:
+    if name := look_into(data_dir, url):
+        yield Finding("database", "ok", f"all of {name} can be read")
 
 
 def _address(config: Config) -> Iterator[Finding]:

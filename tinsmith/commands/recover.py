@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tinsmith.errors import ConfigError, TinsmithError, reported
-from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CHECKPOINTS_DIR, CheckpointFiles
 from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.records import Checkpoint
+from tinsmith.store.sqlite import FILE_NAME
 from tinsmith.store.store import Store, unknown_places
 
 

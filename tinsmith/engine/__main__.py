@@ -1,4 +1,4 @@
-"""`python -m tinsmith.engine SOCKET SERVER_PID`: the engine process.
+"""`python -m tinsmith.engine SOCKET SERVER_PID NUMBER`: the engine process of this number (`store/lease.py`).
 
 Started by the server, with the configuration as JSON on standard input.
 """
@@ -40,6 +40,7 @@ def main() -> int:
         workers.start_if_due()  # before the rest: it takes seconds to import their libraries
         workers.records.open()
         engine = Engine(config, link, heartbeat, workers)
+        engine.store.write_for(int(sys.argv[3]))
         Reports(sys.argv[1], engine.status.take).start()
         engine.run(int(sys.argv[2]))
     except ConfigError as error:

@@ -38,7 +38,6 @@ class LogReader:
 
         Raises StoreUnavailableError. A model whose journal is not whole is lost.
         """
-        self.store.take_over()
         for stored in self.store.histories():
             failures: list[TinsmithError] = []
             with failing_into(failures.append):

@@ -51,7 +51,7 @@ from tinsmith.protocol.serving import (
     Wake,
 )
 from tinsmith.protocol.work import WorkerReady
-from tinsmith.store.database import BUSY_S
+from tinsmith.store.fence import BUSY_S
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import LOCAL, Command, CommandKind, Outcome
 from tinsmith.store.store import Store

@@ -262,11 +262,11 @@ class Recorder:
         """
         try:
             self.store.record(outcomes)
-        except EngineUnavailableError:
-            raise
         except StoreUnavailableError as error:
             log.warning("%d outcomes wait for the database: %s", len(outcomes), error)
             return outcomes
+        except EngineUnavailableError:  # another engine has the database: this one ends
+            raise
         except Exception:
             if len(outcomes) == 1:
                 log.exception("the outcome of %s cannot be recorded; it is tried again", _name_of(outcomes[0]))

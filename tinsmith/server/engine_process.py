@@ -119,14 +119,14 @@ class EngineProcess:
         config: Config,
         on_message: Callable[[Message], None],
         on_ready: Callable[[], Awaitable[None]],
-        on_absent: Callable[[str], Awaitable[None]],
+        on_absent: Callable[[str], Awaitable[int]],
         program: Sequence[str] = ENGINE,
     ) -> None:
         """Nothing runs yet.
 
         `on_message` gets every message. `on_ready` is awaited when an engine can take work, `on_absent` before each
-        start and after each death, with what happened. `program` is started with the link's address and our process id
-        as arguments.
+        start and after each death, with what happened, and returns the number of the next engine (`store/lease.py`).
+        `program` is started with the link's address, our process id and that number as arguments.
         """
         self._config = config
         self._on_message = on_message
@@ -135,6 +135,8 @@ class EngineProcess:
         self._program = program
         self._link: ServerLink | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._number = 0
+        """The number of the engine that runs, or is started next."""
         self._stop = asyncio.Event()
         self._patience: asyncio.Timeout | None = None
         """Time that the engine may take to end, once it was told to."""
@@ -195,7 +197,7 @@ class EngineProcess:
         False if the database, which is to know of it, is locked, full or broken: try again.
         """
         try:
-            await self._on_absent(happened)
+            self._number = await self._on_absent(happened)
         except StoreUnavailableError as error:
             self.reason = f"{happened}; the engine is not started: {error}"
             log.warning(self.reason)
@@ -205,7 +207,7 @@ class EngineProcess:
     async def _run_once(self) -> tuple[int, bool]:
         """Run one engine process: its exit code, and whether it was ever ready."""
         link = ServerLink()
-        command = [*self._program, link.address, str(os.getpid())]
+        command = [*self._program, link.address, str(os.getpid()), str(self._number)]
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, env={**_ENVIRONMENT, **os.environ}
         )

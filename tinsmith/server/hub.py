@@ -43,6 +43,7 @@ from tinsmith.server.tenants import Tenants
 from tinsmith.server.trace import Exporter, Trace
 from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles, delete_copies_left
+from tinsmith.store.lease import take_lease
 from tinsmith.store.records import Checkpoint, Model, Outcome, Session, Used
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
@@ -208,8 +209,9 @@ class Hub:
         await self.engine.notify(Wake([]))
         await self._tell_ended()
 
-    async def engine_absent(self, reason: str) -> None:
-        """Give up what the next engine cannot go on with."""
+    async def engine_absent(self, reason: str) -> int:
+        """Give up what the next engine cannot go on with; returns the number of that engine."""
+        number = await self.store.write(take_lease, self.config.data_dir)
         models = await self.store.write(Store.fail_unfinished, reason, self._place)
         await self.store.write(lambda _: delete_copies_left(self._data_dir, models))
         unfinished = await self.store.read(Store.unfinished)
@@ -217,6 +219,7 @@ class Hub:
         self.budgets.replace(unfinished)
         self.activity.clear()
         self._lose_samples()
+        return number
 
     def _lose_samples(self) -> None:
         """Fail the samples that run. Clients send those again whose weights are still there."""

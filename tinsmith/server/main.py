@@ -31,6 +31,7 @@ from tinsmith.server.lifetimes import keep_up
 from tinsmith.server.replies import add_error_replies
 from tinsmith.server.routes import catalog, checkpoints, downloads, futures, metrics, sampling, service, training, usage
 from tinsmith.server.routes.metrics import metrics_app
+from tinsmith.store.database import use_database
 from tinsmith.store.disk import only_user
 from tinsmith.store.keys import list_keys
 from tinsmith.store.store import Store
@@ -105,6 +106,8 @@ def _run(config: Config, until_ready: bool) -> None:
     data_dir = Path(config.data_dir)
     keep_bytes = config.server.kept_operations_mib * 2**20
     server = config.server
+    use_database(data_dir, config.database_url)
+    config.database_url = ""  # the directory has it now: no worker is told the password
     with (
         listening(server.host, server.port) as listener,
         _listening_for_metrics(server.metrics_address) as for_metrics,
@@ -113,6 +116,7 @@ def _run(config: Config, until_ready: bool) -> None:
     ):
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
+        store.hold()
         store.check()
         _require_keys_or_loopback(config, listener, store)
         signals = uvloop.run(_serve(config, listener, for_metrics, store, data_dir, until_ready))

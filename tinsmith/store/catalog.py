@@ -3,7 +3,6 @@
 Each function is one transaction.
 """
 
-import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -11,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import (
+    JSON,
+    BigInteger,
     Column,
     ColumnElement,
     Connection,
@@ -18,10 +19,12 @@ from sqlalchemy import (
     Tuple,
     and_,
     bindparam,
+    cast,
     delete,
     exists,
     false,
     func,
+    literal,
     or_,
     select,
     true,
@@ -32,6 +35,7 @@ from sqlalchemy import (
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import checkpoints as rows
 from tinsmith.store import ids
+from tinsmith.store.dialects import JSONPairs, Texts
 from tinsmith.store.records import CLIENT_REASONS, Checkpoint, Model, TrainingRun
 from tinsmith.store.schema import (
     begun_directories,
@@ -77,7 +81,11 @@ _CHECKPOINTS = (
 
 _SESSION_ORDER = (sessions.c.created_at.desc(), sessions.c.session_id.desc())
 _SAVED = (
-    select(models.c.session_id, func.count().label("number"), func.sum(checkpoints.c.size_bytes).label("bytes"))
+    select(
+        models.c.session_id,
+        func.count().label("number"),
+        cast(func.sum(checkpoints.c.size_bytes), BigInteger).label("bytes"),  # PostgreSQL's sum is a decimal number
+    )
     .join_from(checkpoints, models, checkpoints.c.model_id == models.c.model_id)
     .where(rows.ALIVE)
     .group_by(models.c.session_id)
@@ -364,12 +372,12 @@ def describe_session(store: Store, session_id: str) -> SessionDetail:
 
 def find_sessions(store: Store, session_ids: Collection[str]) -> dict[str, tuple[str | None, dict[str, Any] | None]]:
     """Project and metadata of those sessions that are there."""
-    wanted = select(func.json_each(json.dumps([*session_ids])).table_valued("value").c.value)
     found = select(sessions.c.session_id, sessions.c.project_id, sessions.c.user_metadata).where(
-        sessions.c.session_id.in_(wanted)
+        sessions.c.session_id.op("IN")(Texts(bindparam("ids", type_=JSON)))
     )
     with store.reading() as connection:
-        return {row.session_id: (row.project_id, row.user_metadata) for row in connection.execute(found)}
+        there = connection.execute(found, {"ids": [*session_ids]})
+        return {row.session_id: (row.project_id, row.user_metadata) for row in there}
 
 
 def assign_project(store: Store, session_id: str, project_id: str) -> None:
@@ -409,9 +417,7 @@ def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
     if wanted.project_ids is not None:
         named_projects = [project for project in wanted.project_ids if project is not None]
         # One list, not a term for each: SQLite takes an expression of up to 1,000 levels.
-        among = sessions.c.project_id.in_(
-            select(func.json_each(json.dumps(named_projects)).table_valued("value").c.value)
-        )
+        among = sessions.c.project_id.op("IN")(Texts(literal(named_projects, JSON)))
         conditions.append(or_(among, sessions.c.project_id.is_(None)) if None in wanted.project_ids else among)
     conditions += [_has(key, value) for key, value in (wanted.user_metadata or {}).items()]
     if wanted.statuses is not None:
@@ -429,7 +435,7 @@ def _place(created_at: float, session_id: str, own: ColumnElement[bool]) -> Tupl
 
 
 def _has(key: str, value: str) -> ColumnElement[bool]:
-    pairs = func.json_each(sessions.c.user_metadata).table_valued("key", "value")
+    pairs = JSONPairs(sessions.c.user_metadata).table_valued("key", "value")
     return exists(select(1).select_from(pairs).where(pairs.c.key == key, pairs.c.value == value))
 
 

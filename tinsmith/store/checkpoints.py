@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterable
 
 from sqlalchemy import Connection, Float, and_, bindparam, delete, exists, func, or_, select, union, update
-from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.database import Transactions
+from tinsmith.store.dialects import insert
 from tinsmith.store.files import WRITING_S
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.schema import begun_directories, checkpoints, commands, discarded_directories, models
@@ -36,6 +36,10 @@ _FIND = select(*COLUMNS).where(checkpoints.c.tinker_path == bindparam("key"), AL
 _PUBLIC = select(checkpoints.c.tinker_path).where(
     checkpoints.c.tinker_path == bindparam("key"), checkpoints.c.public, ALIVE
 )
+_BEGIN, _DISCARD = [
+    insert(table).on_conflict_do_update(index_elements=["directory"], set_={column: insert(table).excluded[column]})
+    for table, column in ((begun_directories, "begun_at"), (discarded_directories, "discarded_at"))
+]
 _SAVED_FOR: dict[CheckpointKind, str] = {
     "training": "for training",
     "sampler": "for sampling",
@@ -53,9 +57,8 @@ class CheckpointStore(Transactions):
 
     def announce_checkpoint(self, directory: str) -> None:
         """Note that files will be written to a directory. Without a row they are deleted a day later."""
-        begin = insert(begun_directories).prefix_with("OR REPLACE")
         with self.writing() as connection:
-            connection.execute(begin, {"directory": directory, "begun_at": time.time()})
+            connection.execute(_BEGIN, {"directory": directory, "begun_at": time.time()})
 
     def put_checkpoint(self, checkpoint: Checkpoint, kept: int | None = None) -> None:
         """Add a checkpoint whose files are complete, in the place of one of the same path.
@@ -172,8 +175,7 @@ def discard_unused(connection: Connection, directories: Iterable[str], now: floa
     """Discard directories that no checkpoint names."""
     for directory in set(directories):
         if not connection.execute(select(exists().where(checkpoints.c.directory == directory))).scalar():
-            discard = insert(discarded_directories).prefix_with("OR REPLACE")
-            connection.execute(discard, {"directory": directory, "discarded_at": now})
+            connection.execute(_DISCARD, {"directory": directory, "discarded_at": now})
 
 
 def _forget(connection: Connection, directory: str) -> None:

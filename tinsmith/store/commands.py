@@ -4,13 +4,13 @@ Payload and images are dropped with the outcome, or kept up to a limit: `kept_by
 """
 
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import (
+    JSON,
     Connection,
     Row,
     Select,
@@ -25,11 +25,11 @@ from sqlalchemy import (
     tuple_,
     update,
 )
-from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import histories, ids, usage
 from tinsmith.store.database import Transactions
+from tinsmith.store.dialects import Numbers, insert
 from tinsmith.store.disk import oldest_beyond
 from tinsmith.store.records import (
     REJECTED,
@@ -70,10 +70,10 @@ _COMMAND = (
 )
 # As a literal, because SQLite takes a partial index only for what it can read
 _IS_QUEUED = commands.c.status == literal_column("'queued'")
-_known = func.json_each(bindparam("known")).table_valued("value")
+_IS_NEW = commands.c.seq_id.op("NOT IN")(Numbers(bindparam("known", type_=JSON)))
 _QUEUED = (
     select(*_COMMAND)
-    .where(_IS_QUEUED, commands.c.model_id == bindparam("model"), commands.c.seq_id.not_in(select(_known.c.value)))
+    .where(_IS_QUEUED, commands.c.model_id == bindparam("model"), _IS_NEW)
     .order_by(commands.c.seq_id)
     .limit(bindparam("limit"))
 )
@@ -302,7 +302,7 @@ def _queued_models(connection: Connection) -> list[str]:
 
 
 def _queued(connection: Connection, model_id: str, known: Collection[int], limit: int) -> list[Command]:
-    rows = connection.execute(_QUEUED, {"model": model_id, "known": json.dumps([*known]), "limit": limit})
+    rows = connection.execute(_QUEUED, {"model": model_id, "known": [*known], "limit": limit})
     return [_command(row) for row in rows]
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select, update
 
-from tinsmith.errors import EngineUnavailableError
 from tinsmith.store.records import REJECTED, CommandKind, HistoryChange
 from tinsmith.store.schema import commands, engine_starts, histories, history_events, models, sessions
 
@@ -145,9 +144,3 @@ def note_start(connection: Connection, place: str, left_work: bool) -> bool:
 def newest_start(connection: Connection) -> int:
     """Return the number of the engine that may write."""
     return int(connection.execute(_NEWEST).scalar() or 0)
-
-
-def require_newest(connection: Connection, number: int) -> None:
-    """Raise EngineUnavailableError if another engine has been started since."""
-    if newest_start(connection) != number:
-        raise EngineUnavailableError("another engine has taken over this database; this one ends")

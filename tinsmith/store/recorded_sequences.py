@@ -20,9 +20,9 @@ import numpy as np
 
 from tinsmith.errors import ConfigError, TinsmithError, translated
 from tinsmith.store import ids
-from tinsmith.store.database import DAMAGED, available
 from tinsmith.store.disk import oldest_beyond, open_lock
 from tinsmith.store.records import RecordedSequence
+from tinsmith.store.sqlite import DAMAGED, available
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ A change needs a new REVISION, and a module in `revisions/versions` that migrate
 
 from sqlalchemy import (
     JSON,
+    BigInteger,
     Boolean,
     Column,
     Float,
@@ -23,15 +24,24 @@ from sqlalchemy import (
 
 from tinsmith.store.records import LOCAL
 
-REVISION = "8"
+REVISION = "9"
 """The newest Alembic revision, a number: an unknown one can be told to be newer."""
 BASELINE = "5"
 """The oldest revision to migrate from; older ones were never released."""
+
+Whole = BigInteger().with_variant(Integer, "sqlite")
+"""A number of up to 63 bits; SQLite's integers have them, and only an `INTEGER` numbers rows by itself."""
 
 metadata = MetaData()
 
 # Alembic's own table. It is not part of `metadata`, which Alembic compares with what is there.
 alembic_version = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
+
+
+def _index_where(condition: str, name: str, *columns: str) -> Index:
+    """An index of the rows that meet a condition."""
+    return Index(name, *columns, sqlite_where=text(condition), postgresql_where=text(condition))
+
 
 sessions = Table(
     "sessions",
@@ -62,7 +72,7 @@ models = Table(
     Column("user_metadata", JSON(none_as_null=True)),
     Column("status", Text, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("applied_seq", Integer),
+    Column("applied_seq", Whole),
 )
 
 sampling_sessions = Table(
@@ -77,15 +87,15 @@ sampling_sessions = Table(
     Column("gone", Text),
     Column("created_at", Float, nullable=False),
     Column("inflight", Boolean, nullable=False, server_default=false()),
-    Column("clones", Integer, nullable=False, server_default="0"),
+    Column("clones", Whole, nullable=False, server_default="0"),
 )
 
 commands = Table(
     "commands",
     metadata,
-    Column("id", Integer, primary_key=True),
+    Column("id", Whole, primary_key=True),
     Column("model_id", Text, ForeignKey("models.model_id"), nullable=False),
-    Column("seq_id", Integer, nullable=False),
+    Column("seq_id", Whole, nullable=False),
     Column("kind", Text, nullable=False),
     Column("payload", LargeBinary),
     Column("image_digests", LargeBinary),
@@ -98,13 +108,13 @@ commands = Table(
     Column("error", Text),
     Column("category", Text),
     Column("resolved", JSON(none_as_null=True)),
-    Column("kept_bytes", Integer),
-    Column("tokens", Integer),
+    Column("kept_bytes", Whole),
+    Column("tokens", Whole),
     Column("gpu_seconds", Float),
     UniqueConstraint("model_id", "seq_id"),
-    Index("ix_commands_done", "finished_at", sqlite_where=text("status = 'done'")),
-    Index("ix_commands_queued", "model_id", "seq_id", sqlite_where=text("status = 'queued'")),
-    Index("ix_commands_kept", "id", "kept_bytes", sqlite_where=text("kept_bytes IS NOT NULL")),
+    _index_where("status = 'done'", "ix_commands_done", "finished_at"),
+    _index_where("status = 'queued'", "ix_commands_queued", "model_id", "seq_id"),
+    _index_where("kept_bytes IS NOT NULL", "ix_commands_kept", "id", "kept_bytes"),
     sqlite_autoincrement=True,
 )
 
@@ -114,22 +124,22 @@ histories = Table(
     metadata,
     Column("model_id", Text, ForeignKey("models.model_id", ondelete="CASCADE"), primary_key=True),
     Column("summary", JSON, nullable=False),
-    Column("comebacks", Integer, nullable=False, server_default="0"),
+    Column("comebacks", Whole, nullable=False, server_default="0"),
 )
 
 history_events = Table(
     "history_events",
     metadata,
     Column("model_id", Text, ForeignKey("histories.model_id", ondelete="CASCADE"), primary_key=True),
-    Column("number", Integer, primary_key=True),
+    Column("number", Whole, primary_key=True),
     Column("event", JSON, nullable=False),
 )
 
-# A row for each start of an engine. Only the newest one may write.
+# A row for each start of an engine.
 engine_starts = Table(
     "engine_starts",
     metadata,
-    Column("number", Integer, primary_key=True),
+    Column("number", Whole, primary_key=True),
     Column("started_at", Float, nullable=False),
     # Machine, its start, and data directory: kept copies are files there, and not synced
     Column("place", Text, nullable=False),
@@ -141,9 +151,9 @@ engine_starts = Table(
 command_images = Table(
     "command_images",
     metadata,
-    Column("command_id", Integer, ForeignKey("commands.id", ondelete="CASCADE"), primary_key=True),
+    Column("command_id", Whole, ForeignKey("commands.id", ondelete="CASCADE"), primary_key=True),
     Column("sha256", LargeBinary, primary_key=True, index=True),
-    Column("size", Integer, nullable=False),
+    Column("size", Whole, nullable=False),
 )
 
 # The model may be one that was never here: `tinsmith import`.
@@ -159,7 +169,7 @@ checkpoints = Table(
     Column("architecture", Text, nullable=False),
     Column("lora_config", JSON, nullable=False),
     Column("has_optimizer", Boolean, nullable=False),
-    Column("size_bytes", Integer, nullable=False),
+    Column("size_bytes", Whole, nullable=False),
     Column("user_metadata", JSON(none_as_null=True)),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, index=True),
@@ -195,30 +205,39 @@ api_keys = Table(
     Column("role", Text, nullable=False),
     Column("project_id", Text),
     Column("models", JSON(none_as_null=True)),
-    Column("max_models", Integer),
-    Column("max_parallel", Integer),
-    Column("tokens_a_day", Integer),
+    Column("max_models", Whole),
+    Column("max_parallel", Whole),
+    Column("tokens_a_day", Whole),
     Column("gpu_seconds_a_day", Float),
-    Column("storage_bytes", Integer),
+    Column("storage_bytes", Whole),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
     Column("revoked_at", Float),
-    Column("kept_checkpoints", Integer),
+    Column("kept_checkpoints", Whole),
     Column("checkpoint_ttl_s", Float),
+)
+
+# Whose engine may write, in one row. Each engine gets a higher number, and transactions of earlier ones are refused.
+lease = Table(
+    "lease",
+    metadata,
+    Column("number", Whole, primary_key=True, autoincrement=False),
+    Column("holder", Text, nullable=False),
+    Column("taken_at", Float, nullable=False),
 )
 
 # Sums of an hour, which begins at a multiple of 3,600 s. Storage belongs to no session: there it is empty.
 usage = Table(
     "usage",
     metadata,
-    Column("hour", Integer, primary_key=True),
+    Column("hour", Whole, primary_key=True),
     Column("tenant", Text, primary_key=True),
     Column("base_model", Text, primary_key=True),
     Column("session_id", Text, primary_key=True),
-    Column("trained_tokens", Integer, nullable=False, server_default="0"),
-    Column("prefilled_tokens", Integer, nullable=False, server_default="0"),
-    Column("cached_tokens", Integer, nullable=False, server_default="0"),
-    Column("sampled_tokens", Integer, nullable=False, server_default="0"),
+    Column("trained_tokens", Whole, nullable=False, server_default="0"),
+    Column("prefilled_tokens", Whole, nullable=False, server_default="0"),
+    Column("cached_tokens", Whole, nullable=False, server_default="0"),
+    Column("sampled_tokens", Whole, nullable=False, server_default="0"),
     Column("gpu_seconds", Float, nullable=False, server_default="0"),
-    Column("stored_bytes", Integer, nullable=False, server_default="0"),
+    Column("stored_bytes", Whole, nullable=False, server_default="0"),
 )

@@ -27,12 +27,12 @@ from sqlalchemy import (
     union_all,
     update,
 )
-from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError
 from tinsmith.store import ids
 from tinsmith.store.checkpoints import ALIVE
 from tinsmith.store.database import Transactions
+from tinsmith.store.dialects import insert
 from tinsmith.store.records import CLIENT_REASONS, LOCAL, Category, Model, SamplingSession, Session
 from tinsmith.store.schema import checkpoints, command_images, commands, models, sampling_sessions, sessions
 
@@ -58,8 +58,10 @@ _MODEL = select(*MODEL_COLUMNS).where(models.c.model_id == bindparam("key"))
 _SAMPLING = select(*[sampling_sessions.c[name] for name in SamplingSession.__dataclass_fields__]).where(
     sampling_sessions.c.sampling_session_id == bindparam("key")
 )
-_INSERT_MODEL = insert(models).on_conflict_do_nothing()
-_INSERT_SAMPLING = insert(sampling_sessions).on_conflict_do_nothing()
+_INSERT_MODEL, _INSERT_SAMPLING = [
+    insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+    for table in (models, sampling_sessions)
+]
 _LIVING = models.c.status.in_(("creating", "ready"))
 _ENDED_BY_CLIENT = select(sessions.c.session_id).where(sessions.c.finish_reason.in_(CLIENT_REASONS))
 _FINISH_WITH_CLIENT = update(models).where(_LIVING, models.c.session_id.in_(_ENDED_BY_CLIENT)).values(status="finished")

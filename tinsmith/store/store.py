@@ -20,7 +20,8 @@ from tinsmith.errors import StoreUnavailableError, reported
 from tinsmith.store import commands, histories, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
 from tinsmith.store.checkpoints import CheckpointStore, put
-from tinsmith.store.database import BUSY_S, Database, open_database, require_data
+from tinsmith.store.database import Database, open_database, require_data
+from tinsmith.store.fence import BUSY_S
 from tinsmith.store.files import ABOUT_FILE, WRITING_S, CheckpointFiles, Entry
 from tinsmith.store.records import Checkpoint, Command, HistoryChange, NewCommand, Outcome
 
@@ -45,8 +46,6 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         """Bytes kept of finished operations, as counted here; None before that."""
         self._unused: set[bytes] = set()
         """Images to be deleted, if unused."""
-        self._engine: int | None = None
-        """The start of the engine that records through this store, if it is one's."""
 
     @classmethod
     def open(cls, data_dir: Path, busy_s: float = BUSY_S, keep_bytes: int = 0) -> Self:
@@ -76,11 +75,6 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
             self.delete_unused_blobs(digest for command in with_images for digest in command.images)
         return queued
 
-    def take_over(self) -> None:
-        """Record for the engine that was started last. Once there is a newer one, `record` is refused."""
-        with self.reading() as connection:
-            self._engine = histories.newest_start(connection)
-
     def record(self, outcomes: Sequence[Outcome | HistoryChange]) -> None:
         """Finish commands; a second outcome of one is ignored. What changes in histories is written with them.
 
@@ -90,8 +84,6 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         """
         now, keep = time.time(), self._keep_bytes > 0
         with self.writing() as connection:
-            if self._engine is not None:
-                histories.require_newest(connection, self._engine)
             released = commands.record(connection, outcomes, now, keep)
         self._release(released)
 

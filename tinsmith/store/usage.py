@@ -9,11 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
-from sqlalchemy import Connection, bindparam, func, select
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy import Connection, bindparam, select
 
 from tinsmith.store.checkpoints import STORED
 from tinsmith.store.database import Transactions
+from tinsmith.store.dialects import insert
 from tinsmith.store.records import Used, UsedBy
 from tinsmith.store.schema import checkpoints, models, sessions, usage
 
@@ -26,8 +26,9 @@ _INSERT = insert(usage)
 _ADD = _INSERT.on_conflict_do_update(
     index_elements=_KEY, set_={column.name: column + _INSERT.excluded[column.name] for column in _SUMS}
 )
+_NEW_BYTES = _INSERT.excluded.stored_bytes
 _STORE = _INSERT.on_conflict_do_update(
-    index_elements=_KEY, set_={"stored_bytes": func.max(usage.c.stored_bytes, _INSERT.excluded.stored_bytes)}
+    index_elements=_KEY, set_={"stored_bytes": _NEW_BYTES}, where=usage.c.stored_bytes < _NEW_BYTES
 )
 _OWNERS = (
     select(models.c.model_id, sessions.c.tenant, models.c.base_model, models.c.session_id)

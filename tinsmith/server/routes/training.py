@@ -93,9 +93,9 @@ async def _submit(request: Request, command: NewCommand, tokens: int | None = No
             hub.queued.end(request_id)
         if reserved and not queued:
             hub.budgets.release(request_id)
-    if queued:
-        await hub.engine.notify(Wake([command.model_id]))
-    else:
+    # A repeat too: the database may have taken the first one without being able to say so
+    await hub.engine.notify(Wake([command.model_id]))
+    if not queued:
         hub.waiters.look_again(request_id)
         await hub.store.read(Store.check_repeat, command)
     return future_reply(request_id, model_id=command.model_id)

@@ -1,0 +1,32 @@
+"""Gives each engine its number (`fence.py`)."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+from sqlalchemy import delete, func, select
+
+from tinsmith.errors import ConfigError, EngineUnavailableError, translated
+from tinsmith.store.database import Transactions
+from tinsmith.store.schema import lease
+
+
+def take_lease(store: Transactions, data_dir: str) -> int:
+    """The number of the engine that is to be started. Nothing that an earlier one writes is taken any more.
+
+    From now on `store` writes for that engine. Raises ConfigError if another server has the database, or has had it
+    since this one took it.
+    """
+    store.hold()
+    holder = f"the server on {socket.gethostname()} (process {os.getpid()}, data directory {Path(data_dir).absolute()})"
+    remedy = "start this server again once no other uses the database"
+    with (
+        translated(EngineUnavailableError, ConfigError, lambda error: f"{error}; {remedy}"),
+        store.writing_durably() as connection,
+    ):
+        number = (connection.execute(select(func.max(lease.c.number))).scalar() or 0) + 1
+        connection.execute(delete(lease))
+        connection.execute(lease.insert(), {"number": number, "holder": holder, "taken_at": time.time()})
+    store.write_for(number)
+    return number
