@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.here import PLACE, Here
+from tests.engine.here import Here
 from tests.engine.test_recovery import (
     LENGTHS,
     another,
@@ -27,7 +27,6 @@ from tests.engine.test_recovery import (
     step,
 )
 from tests.extent import amount
-from tinsmith.errors import EngineUnavailableError
 from tinsmith.models.base import BaseModel
 from tinsmith.store.histories import MOST_IDLE_STARTS
 from tinsmith.store.records import HistoryChange, Outcome
@@ -246,23 +245,6 @@ def test_a_model_is_lost_whose_base_model_is_not_served_any_more(
     here = here.next_engine()
     here.settle()
     assert "base model 'tiny' is not served any more; start the server with it" in str(here.error("a", 1))
-
-
-def test_an_engine_that_is_not_the_newest_records_nothing(make: Callable[..., Here]) -> None:
-    """It was stopped while another took its place, and comes on."""
-    here = make()
-    here.forward("a", 1, [4])
-    here.until(lambda: here.engine.scheduler.forward.passes)
-    here.store.fail_unfinished("the server was restarted", PLACE)
-    with pytest.raises(EngineUnavailableError, match="another engine has taken over"):
-        here.settle()
-    assert here.store.status("s:train:a/1") == "queued"
-    here = here.next_engine()
-    here.settle()
-    assert here.error("a", 1) is None
-
-
-# ---- Sessions
 
 
 def test_a_model_whose_session_ended_meanwhile_is_saved_or_forgotten(make: Callable[..., Here]) -> None:
