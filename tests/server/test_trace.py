@@ -28,6 +28,13 @@ def activity(name: str, began: float, seconds: float, worker: int = 0) -> Span:
     return name, DEVICE, NOW + began, seconds, {"worker": worker}
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is `NOW`, however long the tests before have taken."""
+    monkeypatch.setattr("time.time", lambda: NOW)
+
+
+@pytest.mark.usefixtures("now")
 def test_a_trace_keeps_some_minutes_and_joins_what_reports_have_cut() -> None:
     trace = Trace()
     trace.take([activity("sampling", -KEPT_S - 20, 5.0)])
@@ -60,6 +67,7 @@ def test_a_file_for_perfetto_has_a_row_for_each_worker_and_pairs_of_what_overlap
     assert (end["ts"] - begin["ts"], begin["id"], begin["args"]) == (pytest.approx(3e6, abs=1), FACTS["request"], FACTS)
 
 
+@pytest.mark.usefixtures("now")
 async def test_a_trace_is_for_admins(server: Served) -> None:
     """It names the models of all tenants."""
     member, root = add_key(server.store, key("bob")), add_key(server.store, key("root", role="admin"))
