@@ -27,6 +27,7 @@ from tests.engine.test_recovery import (
     step,
 )
 from tests.extent import amount
+from tinsmith.engine.loop import Stopping
 from tinsmith.errors import EngineUnavailableError
 from tinsmith.models.base import BaseModel
 from tinsmith.store.histories import MOST_IDLE_STARTS
@@ -301,3 +302,30 @@ def test_a_worker_that_dies_in_the_recovery_of_an_engine_counts_no_gradient_twic
     quiet.settle()
     assert results(here, 1, 2, 3) == results(quiet, 1, 2, 3)
     assert_same(state(here), state(quiet))
+
+
+def test_a_stop_that_is_cut_short_loses_no_gradients(make: Callable[..., Here]) -> None:
+    """A server that stops records what is computed, and may be killed before the model is saved."""
+    here = make(replay_s=1000.0)
+    here.process.is_stuck = True
+    half_computed(here)
+    here.until(lambda: here.engine.scheduler.forward.passes)
+    stopping = Stopping(here.engine.scheduler)
+    here.process.is_stuck = False
+    while here.store.status("s:train:a/1") == "queued":
+        here.engine.receive(0.0)
+        stopping.turn(give_up=False)
+    here = here.next_engine()
+    quiet = make("quiet")
+    half_computed(quiet)
+    for each in (here, quiet):
+        each.optim("a", 3, learning_rate=0.1)
+        each.settle()
+    assert results(here, 1, 2, 3) == results(quiet, 1, 2, 3)
+    assert_same(state(here), state(quiet))
+
+
+def half_computed(here: Here) -> None:
+    """Two operations, the second of which begins in the pass of the first."""
+    here.forward("a", 1, [30], target=1)
+    here.forward("a", 2, [20, 20], target=2)

@@ -74,8 +74,7 @@ class Copies:
             if (request_id, index) in computed:
                 places[request_id.rpartition("/")[0]].append(place)
         for model_id, own in places.items() if call.backward else ():
-            state = self.models.get(model_id)
-            model = None if state is None or state.ending else state.loaded
+            model = self.models.find(model_id)
             if model is None or model.spoiled:  # these gradients are never taken
                 continue
             named = [call.pieces[place] for place in own]
