@@ -3,7 +3,6 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from tinsmith.config import Config
 from tinsmith.engine.history import History, Kept, Mark, Passed, Saved, Stepped
 from tinsmith.engine.journal import change_of
 from tinsmith.engine.model_state import LoadedModel, ModelState, ModelStates
+from tinsmith.engine.outcomes import Recorder
 from tinsmith.engine.passes import Piece
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.work import CopyEnded, OptimStep, RunPass
 from tinsmith.store.files import kept_copies
-from tinsmith.store.records import HistoryChange
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +30,11 @@ PAYS_OFF = 50
 
 @dataclass(eq=False)
 class Copies:
-    """The kept copies of all models, and what passes and steps add to their histories.
-
-    `record` takes changes and does not fail (`Recorder.record`).
-    """
+    """The kept copies of all models, and what passes and steps add to their histories."""
 
     config: Config
     models: ModelStates
-    record: Callable[[Sequence[HistoryChange]], None]
+    recorder: Recorder
     _ended_at: float = 0.0
     """Monotonic time at which the last pass or step ended."""
 
@@ -126,6 +122,8 @@ class Copies:
         # A save that is cut short is done again from a state before it
         if state.saving is not None or not self.are_made_of(model.shape) or not self._is_due(history):
             return "", ""
+        if self.recorder.waiting:  # the next engine may know those copies alone that this one would replace
+            return "", ""
         newest = history.kept[-1].source if history.kept else None
         before = newest.directory if isinstance(newest, Saved) and newest.is_copy else ""
         return str(kept_copies(Path(self.config.data_dir), model.model_id) / str(seq_id)), before
@@ -161,7 +159,7 @@ class Copies:
         model.history.keep(kept)
         change = change_of(model)
         if change is not None:
-            self.record([change])
+            self.recorder.record([change])
 
     def saved(self, model: LoadedModel, source: Saved, mark: Mark) -> None:
         """Take a checkpoint as the state to restore a model from, unless it has copies, which nobody can delete."""

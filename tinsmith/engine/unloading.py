@@ -48,7 +48,7 @@ class Unloading:
         if cancelled:
             error = error or self._why_cancelled(state.model_id)
             for command in cancelled:
-                self.outcomes.fail(command, error, touches_step=False)
+                self.outcomes.fail(command, error)
 
     def _why_cancelled(self, model_id: str) -> UserError:
         """Describe the end of an unloaded model, and name the checkpoint to go on from."""
