@@ -259,6 +259,24 @@ def test_an_engine_that_is_not_the_newest_records_nothing(make: Callable[..., He
     with pytest.raises(EngineUnavailableError, match="another engine has taken over"):
         here.settle()
     assert here.store.status("s:train:a/1") == "queued"
+    with pytest.raises(EngineUnavailableError, match="another engine has taken over"):
+        here.store.lose_models({"s:train:a": "its worker ended"})
+    with pytest.raises(EngineUnavailableError, match="another engine has taken over"):
+        here.engine.scheduler.unloading.unload(here.engine.scheduler.models["s:train:a"])
+    here = here.next_engine()
+    here.settle()
+    assert here.error("a", 1) is None
+
+
+def test_a_save_of_an_engine_that_is_not_the_newest_gets_no_row(make: Callable[..., Here]) -> None:
+    """The newest does it again, and would find its name taken."""
+    here = make()
+    here.save("a", 1, "x")
+    here.until(lambda: here.engine.scheduler.models["s:train:a"].begun)
+    here.store.fail_unfinished("the server was restarted", PLACE)
+    with pytest.raises(EngineUnavailableError, match="another engine has taken over"):
+        here.settle()
+    assert here.store.checkpoint("tinker://s:train:a/weights/x") is None
     here = here.next_engine()
     here.settle()
     assert here.error("a", 1) is None

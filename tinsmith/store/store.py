@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from sqlalchemy import Connection
+
 from tinsmith.errors import StoreUnavailableError, reported
 from tinsmith.store import commands, histories, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
@@ -77,9 +79,16 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         return queued
 
     def take_over(self) -> None:
-        """Record for the engine that was started last. Once there is a newer one, `record` is refused."""
+        """Write for the engine that was started last.
+
+        Once there is a newer one, what would change its models raises EngineUnavailableError.
+        """
         with self.reading() as connection:
             self._engine = histories.newest_start(connection)
+
+    def _require_newest(self, connection: Connection) -> None:
+        if self._engine is not None:
+            histories.require_newest(connection, self._engine)
 
     def record(self, outcomes: Sequence[Outcome | HistoryChange]) -> None:
         """Finish commands; a second outcome of one is ignored. What changes in histories is written with them.
@@ -90,14 +99,14 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         """
         now, keep = time.time(), self._keep_bytes > 0
         with self.writing() as connection:
-            if self._engine is not None:
-                histories.require_newest(connection, self._engine)
+            self._require_newest(connection)
             released = commands.record(connection, outcomes, now, keep)
         self._release(released)
 
     def put_saved(self, checkpoint: Checkpoint, command: Command | None) -> None:
         """Add the checkpoint of a save as `put_checkpoint`; the save finds it with `saved` if it is run again."""
         with self.writing_durably() as connection:
+            self._require_newest(connection)
             put(connection, checkpoint, time.time())
             if command is not None:
                 saved = {"directory": checkpoint.directory, "size_bytes": checkpoint.size_bytes}
@@ -106,6 +115,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
     def end_history(self, model_id: str) -> None:
         """Forget what a model could be restored from, and drop its requests, or keep them up to the limit."""
         with self.writing() as connection:
+            self._require_newest(connection)
             histories.forget(connection, [model_id])
             released = commands.release(connection, model_id, -1, 2**62, keep=self._keep_bytes > 0)
         self._release(released)
@@ -204,6 +214,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
     def lose_models(self, lost: Mapping[str, str]) -> list[Outcome]:
         """Note that models ended with a worker, and why; returns the outcomes of what was queued for them."""
         with self.writing() as connection:
+            self._require_newest(connection)
             failed, released = commands.lose_models(connection, lost, time.time(), keep=self._keep_bytes > 0)
         self._release(released)
         return failed
