@@ -957,6 +957,20 @@ MUTATIONS = (
         (ENGINE_DEATH, "tests/engine/test_journal.py"),
     ),
     Mutation(
+        "gradients are lost that were computed while a server stopped that was killed then",
+        "tinsmith/engine/copies.py",
+        "            if model is None or model.spoiled:  # these gradients",
+        "            if model is None or model.spoiled or self.models[model_id].ending:  # these gradients",
+        (ENGINE_DEATH,),
+    ),
+    Mutation(
+        "while the database is locked, copies take the place of those that it knows",
+        "tinsmith/engine/copies.py",
+        "        if self.recorder.waiting:  # the next",
+        "        if self.recorder.is_full:  # the next",
+        (ENGINE_DEATH,),
+    ),
+    Mutation(
         "a save that a killed engine had finished is refused when it is run again",
         "tinsmith/engine/checkpoints.py",
         "        if saved is not None:\n",

@@ -4,6 +4,7 @@ Invariant: Whenever an engine dies, each operation that is recorded is in its mo
 by the next engine. Also: `tests/acceptance/test_restarts.py`.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,6 +28,7 @@ from tests.engine.test_recovery import (
     step,
 )
 from tests.extent import amount
+from tinsmith.engine.loop import Stopping
 from tinsmith.models.base import BaseModel
 from tinsmith.store.histories import MOST_IDLE_STARTS
 from tinsmith.store.records import HistoryChange, Outcome
@@ -283,3 +285,70 @@ def test_a_worker_that_dies_in_the_recovery_of_an_engine_counts_no_gradient_twic
     quiet.settle()
     assert results(here, 1, 2, 3) == results(quiet, 1, 2, 3)
     assert_same(state(here), state(quiet))
+
+
+def test_a_stop_that_is_cut_short_loses_no_gradients(make: Callable[..., Here]) -> None:
+    """A server that stops records what is computed, and may be killed before the model is saved."""
+    here = make(replay_s=1000.0)
+    here.process.is_stuck = True
+    half_computed(here)
+    here.until(lambda: here.engine.scheduler.forward.passes)
+    stopping = Stopping(here.engine.scheduler)
+    here.process.is_stuck = False
+    while here.store.status("s:train:a/1") == "queued":
+        here.engine.receive(0.0)
+        stopping.turn(give_up=False)
+    here = here.next_engine()
+    quiet = make("quiet")
+    half_computed(quiet)
+    for each in (here, quiet):
+        each.optim("a", 3, learning_rate=0.1)
+        each.settle()
+    assert results(here, 1, 2, 3) == results(quiet, 1, 2, 3)
+    assert_same(state(here), state(quiet))
+
+
+def half_computed(here: Here) -> None:
+    """Two operations, the second of which begins in the pass of the first."""
+    here.forward("a", 1, [30], target=1)
+    here.forward("a", 2, [20, 20], target=2)
+
+
+def test_copies_stay_that_the_database_knows(make: Callable[..., Here]) -> None:
+    """While it is locked, steps go on, but no copy takes the place of those that the next engine would look for."""
+    here = make()
+    step(here, 1)
+    step(here, 3)
+    for seq in (5, 7, 9):
+        here.forward("a", seq, LENGTHS, target=seq)
+        here.optim("a", seq + 1, learning_rate=0.1)
+    here.engine.log_reader.read()
+    with here.locked():
+        here.until(lambda: len(here.engine.recorder.waiting) >= 6 and here.process.is_resting)
+    here = here.next_engine()
+    here.settle()
+    assert [here.error("a", seq) for seq in range(5, 11)] == [None] * 6
+
+
+def test_operations_that_were_done_count_though_their_results_are_dropped(make: Callable[..., Here]) -> None:
+    here = make()
+    for seq in range(1, MOST_IDLE_STARTS + 2):
+        assert here.store.status(f"s:train:a/{seq - 1}") in ("done", "dropped")
+        here.forward("a", seq, [4])
+        here.store.drop_results(time.time() + 1.0, 0.0)
+        here = here.next_engine()
+        assert here.store.status(f"s:train:a/{seq}") == "queued"
+        here.settle()
+
+
+def test_a_model_is_saved_though_an_operation_came_after_the_end_of_its_session(make: Callable[..., Here]) -> None:
+    """It fails before the one that waits."""
+    here = make()
+    step(here, 1)
+    here.optim("a", 3)
+    here.store.finish_session("s", "expired", None)
+    here.optim("a", 4)
+    assert "showed no sign of life" in str(here.error("a", 4))
+    here = here.next_engine()
+    here.settle()
+    assert "weights/session-end" in str(here.error("a", 3))

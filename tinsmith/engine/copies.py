@@ -3,7 +3,6 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from tinsmith.config import Config
 from tinsmith.engine.history import History, Kept, Mark, Passed, Saved, Stepped
 from tinsmith.engine.journal import change_of
 from tinsmith.engine.model_state import LoadedModel, ModelState, ModelStates
+from tinsmith.engine.outcomes import Recorder
 from tinsmith.engine.passes import Piece
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.work import CopyEnded, OptimStep, RunPass
 from tinsmith.store.files import kept_copies
-from tinsmith.store.records import HistoryChange
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +33,11 @@ PAYS_OFF = 50
 
 @dataclass(eq=False)
 class Copies:
-    """The kept copies of all models, and what passes and steps add to their histories.
-
-    `record` takes changes and does not fail (`Recorder.record`).
-    """
+    """The kept copies of all models, and what passes and steps add to their histories."""
 
     config: Config
     models: ModelStates
-    record: Callable[[Sequence[HistoryChange]], None]
+    recorder: Recorder
     _ended_at: float = 0.0
     """Monotonic time at which the last pass or step ended."""
 
@@ -77,8 +73,7 @@ class Copies:
             if (request_id, index) in computed:
                 places[request_id.rpartition("/")[0]].append(place)
         for model_id, own in places.items() if call.backward else ():
-            state = self.models.get(model_id)
-            model = None if state is None or state.ending else state.loaded
+            model = self.models.find(model_id)
             if model is None or model.spoiled:  # these gradients are never taken
                 continue
             named = [call.pieces[place] for place in own]
@@ -137,6 +132,8 @@ class Copies:
         # A save that is cut short is done again from a state before it
         if state.saving is not None or not self.are_made_of(model.shape) or not self._is_due(history):
             return "", ""
+        if self.recorder.waiting:  # the next engine may know those copies alone that this one would replace
+            return "", ""
         newest = history.kept[-1].source if history.kept else None
         before = newest.directory if isinstance(newest, Saved) and newest.is_copy else ""
         return str(kept_copies(Path(self.config.data_dir), model.model_id) / str(seq_id)), before
@@ -175,7 +172,7 @@ class Copies:
         model.history.keep(kept)
         change = change_of(model)
         if change is not None:
-            self.record([change])
+            self.recorder.record([change])
 
     def saved(self, model: LoadedModel, source: Saved, mark: Mark) -> None:
         """Take a checkpoint as the state to restore a model from, unless it has copies, which nobody can delete."""

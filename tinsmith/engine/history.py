@@ -265,10 +265,6 @@ class History:
         first = self.kept[0].mark.state
         self._drop([number for number, each in self.numbered.items() if each.state < first])
 
-    def pass_over(self, damaged: Kept) -> None:
-        """Forget a state whose files cannot be used."""
-        self.kept.remove(damaged)
-
     def give_up(self) -> None:
         """Keep nothing of it: a replay would take too long, and there is no place for a copy."""
         self.kept, self.copying = [], None

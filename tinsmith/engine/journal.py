@@ -124,7 +124,9 @@ def restored(stored: StoredHistory) -> tuple[ModelState, list[ForwardOperation],
     under_way = {*saving, *(operation.command.seq_id for operation in forward)}
     ended = {seq for seq in operations if seq not in queued}
     state = ModelState(stored.model_id, loaded=model)
-    state.queue = _queue(ended, [command for seq, command in queued.items() if seq not in under_way], under_way, model)
+    waiting = [command for seq, command in queued.items() if seq not in under_way]
+    # What comes after the end of a session fails at once, before those that wait, which are cancelled
+    state.queue = CommandQueue() if stored.session_is_over else _queue(ended, waiting, under_way, model)
     return state, forward, under_way
 
 

@@ -204,9 +204,9 @@ class Engine:
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         models = ModelStates(workers.send)
         self.recorder = Recorder(self.store, self._recorded, config.training.max_unrecorded_mib * 2**20)
-        rows, record = CheckpointRows(self.store, files), self.recorder.record
-        operations = Operations(config, rows, lambda: self.workers.models, models, record)
-        self.scheduler = OperationScheduler(config, workers.count, operations, record, workers.send)
+        rows = CheckpointRows(self.store, files)
+        operations = Operations(config, rows, lambda: self.workers.models, models, self.recorder)
+        self.scheduler = OperationScheduler(config, workers.count, operations, self.recorder.record, workers.send)
         self.log_reader = LogReader(self.store, self.scheduler)
         self.status = StatusBoard(self.scheduler, workers)
         self.lost: dict[str, str] = {}

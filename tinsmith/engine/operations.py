@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from tinsmith.engine.checkpoints import CheckpointOperations, CheckpointRows, re
 from tinsmith.engine.copies import Copies
 from tinsmith.engine.history import CopiedForSave, Fresh, History, Kept, Mark, Published
 from tinsmith.engine.model_state import Ended, LoadedModel, ModelState, ModelStates, Running, Steps
-from tinsmith.engine.outcomes import Backoff, Outcomes
+from tinsmith.engine.outcomes import Backoff, Outcomes, Recorder
 from tinsmith.engine.unloading import Unloading
 from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into
@@ -25,7 +25,7 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.work import CreateModel, ExportModel, OptimStep, SaveModel, TakeSnapshot
 from tinsmith.store import ids
-from tinsmith.store.records import REJECTED, Command, HistoryChange
+from tinsmith.store.records import REJECTED, Command
 from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.training_requests import (
     OPERATIONS,
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Operations:
-    """Starts operations. `facts` are those of the base models that the workers serve; `record` is `Recorder.record`."""
+    """Starts operations. `facts` are those of the base models that the workers serve."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Operations:
         rows: CheckpointRows,
         facts: Callable[[], Mapping[str, ModelFacts]],
         models: ModelStates,
-        record: Callable[[Sequence[HistoryChange]], None],
+        recorder: Recorder,
     ) -> None:
         self.config = config
         self.store = rows.store
         self.facts = facts
         self.models = models
-        self.copies = Copies(config, models, record)
+        self.copies = Copies(config, models, recorder)
         self.next_number = itertools.count(1).__next__
         self.checkpoints = CheckpointOperations(config, rows, models, facts, self.next_number)
 

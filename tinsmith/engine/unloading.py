@@ -31,8 +31,7 @@ class Unloading:
             if model_id.startswith(f"{session_id}:train:"):
                 state.cancelled += (*self.forward.cancel(model_id, CANCELLED), *state.queue.cancel())
                 state.ending = "save" if save else "drop"
-                if state.loaded is not None:  # no step takes them any more
-                    state.loaded.history.forget_gradients()
+                self.models.spoil_step(model_id, str(CANCELLED))  # no step takes the gradients any more
 
     def unload(self, state: ModelState) -> None:
         """Unload a model as it is, and fail its operations that are not run any more."""
@@ -49,7 +48,7 @@ class Unloading:
         if cancelled:
             error = error or self._why_cancelled(state.model_id)
             for command in cancelled:
-                self.outcomes.fail(command, error, touches_step=False)
+                self.outcomes.fail(command, error)
 
     def _why_cancelled(self, model_id: str) -> UserError:
         """Describe the end of an unloaded model, and name the checkpoint to go on from."""

@@ -131,7 +131,7 @@ def keep_only(connection: Connection, place: str) -> dict[str, int] | None:
 
 def note_start(connection: Connection, place: str, left_work: bool) -> bool:
     """Note that an engine is going to start; whether too many have ended before any operation was done."""
-    done_at = select(func.coalesce(func.max(commands.c.finished_at), 0.0)).where(commands.c.status == "done")
+    done_at = select(func.coalesce(func.max(commands.c.finished_at), 0.0)).where(commands.c.error.is_(None))
     since = engine_starts.c.started_at > done_at.scalar_subquery()
     idle = connection.execute(select(func.count()).where(engine_starts.c.left_work, since)).scalar_one()
     start = {"started_at": time.time(), "place": place, "left_work": left_work}
