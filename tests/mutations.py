@@ -1041,6 +1041,13 @@ MUTATIONS = (
         ("tests/server/test_checkpoints.py",),
     ),
     Mutation(
+        "what is kept of an ended session displaces the save of its client",
+        "tinsmith/engine/checkpoints.py",
+        "kept = None if path.name == SESSION_END else allowed.kept_checkpoints",
+        "kept = allowed.kept_checkpoints",
+        ("tests/engine/test_saves.py",),
+    ),
+    Mutation(
         "files of a checkpoint that can be restored are deleted",
         "tinsmith/store/checkpoints.py",
         "_GONE = or_(checkpoints.c.expires_at <= _NOW, checkpoints.c.deleted_at <= _NOW - RECOVERABLE_S)",

@@ -457,3 +457,17 @@ def test_saves_that_were_let_in_together_stop_where_the_keys_of_their_tenant_end
     here.say(EndSession("s", save=True))
     here.settle()
     assert here.store.checkpoint(f"tinker://{MODEL}/weights/{SESSION_END}") is not None
+
+
+def test_what_is_kept_of_a_session_that_ended_takes_the_place_of_no_save_of_its_client(here: Here) -> None:
+    """It expires: of a run that may keep one checkpoint nothing would be left."""
+    add_key(here.store, ApiKey("team", "", b"", LOCAL, "member", kept_checkpoints=1))
+    for seq, name in ((3, "older"), (4, "newer")):
+        here.save("a", seq, name)
+    here.settle()
+    here.say(EndSession("s", save=True))
+    here.settle()
+    living = [
+        name for name in ("older", "newer", SESSION_END) if here.store.checkpoint(f"tinker://{MODEL}/weights/{name}")
+    ]
+    assert living == ["newer", SESSION_END]

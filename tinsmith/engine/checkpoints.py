@@ -180,7 +180,9 @@ class CheckpointOperations:
             if path.kind == "external"
             else SaveModel(*about, path.kind == "training", row)
         )
-        return (yield from self.rows.written(call, allowed.kept_checkpoints))
+        # What the server saves at a session's end expires, and is no reason to delete a save of the client
+        kept = None if path.name == SESSION_END else allowed.kept_checkpoints
+        return (yield from self.rows.written(call, kept))
 
     def keep(self, model_id: str) -> Steps[Ended]:
         """Save a model that the server is going to unload, if it was ever created."""
