@@ -1062,6 +1062,13 @@ MUTATIONS = (
         ("tests/engine/test_passes.py",),
     ),
     Mutation(
+        "a tenant whose passes fail has them for nothing",
+        "tinsmith/engine/passes.py",
+        "return self._had.get(tenant, self._least) + sum(getting)",
+        "return self._had.get(tenant, self._least)",
+        ("tests/engine/test_passes.py",),
+    ),
+    Mutation(
         "a tenant that comes is owed all that others had before",
         "tinsmith/engine/passes.py",
         "self._had.setdefault(tenant, self._least)",
