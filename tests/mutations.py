@@ -1112,6 +1112,13 @@ MUTATIONS = (
         ("tests/server/test_checkpoints.py",),
     ),
     Mutation(
+        "what is kept of an ended session displaces the save of its client",
+        "tinsmith/engine/checkpoints.py",
+        "kept = None if path.name == SESSION_END else allowed.kept_checkpoints",
+        "kept = allowed.kept_checkpoints",
+        ("tests/engine/test_saves.py",),
+    ),
+    Mutation(
         "files of a checkpoint that can be restored are deleted",
         "tinsmith/store/checkpoints.py",
         "_GONE = or_(checkpoints.c.expires_at <= _NOW, checkpoints.c.deleted_at <= _NOW - RECOVERABLE_S)",
@@ -1123,6 +1130,13 @@ MUTATIONS = (
         "tinsmith/engine/passes.py",
         "self._had[tenant] = self._had.get(tenant, self._least) + seconds",
         "self._had[tenant] = self._had.get(tenant, self._least)",
+        ("tests/engine/test_passes.py",),
+    ),
+    Mutation(
+        "a tenant whose passes fail has them for nothing",
+        "tinsmith/engine/passes.py",
+        "return self._had.get(tenant, self._least) + sum(getting)",
+        "return self._had.get(tenant, self._least)",
         ("tests/engine/test_passes.py",),
     ),
     Mutation(

@@ -30,7 +30,7 @@ from tinsmith.memory.pass_memory import Recomputation
 from tinsmith.models.base import BaseModel
 from tinsmith.models.vision_tower import ImageInput
 from tinsmith.protocol.serving import EndSession, Sample
-from tinsmith.protocol.work import Prepared
+from tinsmith.protocol.work import PassDone, Prepared
 from tinsmith.rendering.processor import LocalProcessor
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.training.backend import DatumResult, DatumWork, PassResult
@@ -164,6 +164,28 @@ def test_a_tenant_that_comes_is_owed_nothing_for_the_time_before(device: Device)
     assert sum(took for _, took in before) >= 20
     device.train("second", [100] * 100)
     assert seconds_until_ended(device, "second") == pytest.approx({"first": 20, "second": 20}, abs=2)
+
+
+@pytest.mark.parametrize("timed", ["", "second"])
+def test_a_tenant_whose_passes_are_not_timed_holds_nobody_off(device: Device, timed: str) -> None:
+    """As those that fail, or in which workers exchange something."""
+    device.forward.order.tenant_of = lambda model_id: model_id.partition("-")[0]
+    device.train("second-0", [100])
+    list(device.computed())
+    for number in range(10):
+        device.train(f"first-{number}", [900] * 5)
+    device.train("second-0", [900] * 10)
+    given: list[str] = []
+    while len(given) < 12:
+        (asked,) = device.given()
+        given.append(asked.pieces[0][0].partition("-")[0])
+        if given[-1] == timed:
+            device.compute(asked)
+        else:
+            results = [(*piece, [0]) for piece in asked.pieces]
+            zeros = np.zeros(len(results)).tobytes()
+            device.forward.take(PassDone(asked.number, results, [], 1000, [[] for _ in results], [], zeros))
+    assert Counter(given) == {"first": 6, "second": 6}
 
 
 def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(

@@ -27,9 +27,11 @@ from tests.engine.test_recovery import (
 from tinsmith.engine.history import CopiedForSave
 from tinsmith.protocol.serving import EndSession
 from tinsmith.protocol.work import Answer, CallFailed, Copied
+from tinsmith.store.catalog import delete_checkpoint, restore_checkpoint
 from tinsmith.store.keys import add_key, revoke_key
 from tinsmith.store.records import LOCAL, SESSION_END, ApiKey, Checkpoint, Command, Outcome
 from tinsmith.store.store import sweep
+from tinsmith.store.usage import stored_bytes
 from tinsmith.training.checkpoint import SavedState, read_state, write_state
 from tinsmith.worker.exports import write_external
 
@@ -460,3 +462,40 @@ def test_saves_that_were_let_in_together_stop_where_the_keys_of_their_tenant_end
     here.say(EndSession("s", save=True))
     here.settle()
     assert here.store.checkpoint(f"tinker://{MODEL}/weights/{SESSION_END}") is not None
+
+
+def test_what_is_kept_of_a_session_that_ended_takes_the_place_of_no_save_of_its_client(here: Here) -> None:
+    """It expires: of a run that may keep one checkpoint nothing would be left."""
+    add_key(here.store, ApiKey("team", "", b"", LOCAL, "member", kept_checkpoints=1))
+    for seq, name in ((3, "older"), (4, "newer")):
+        here.save("a", seq, name)
+    here.settle()
+    here.say(EndSession("s", save=True))
+    here.settle()
+    living = [
+        name for name in ("older", "newer", SESSION_END) if here.store.checkpoint(f"tinker://{MODEL}/weights/{name}")
+    ]
+    assert living == ["newer", SESSION_END]
+
+
+def test_deleted_checkpoints_make_room_for_saves_oldest_first_and_none_goes_in_vain(here: Here) -> None:
+    """A run that keeps its newest checkpoint would soon have no room for another, for a day."""
+    here.save("a", 3, "save3")
+    here.settle()
+    size = here.store.require_checkpoint(f"tinker://{MODEL}/weights/save3").size_bytes
+    add_key(here.store, ApiKey("team", "", b"", LOCAL, "member", kept_checkpoints=1, storage_bytes=3 * size))
+    for seq in (4, 5, 6, 7):
+        here.save("a", seq, f"save{seq}")
+    here.settle()
+    assert results(here, 4, 5, 6, 7)
+    assert stored_bytes(here.store) == {LOCAL: 3 * size}
+    paths = [f"tinker://{MODEL}/weights/save{seq}" for seq in (5, 6)]
+    for path in paths:
+        restore_checkpoint(here.store, path)
+    delete_checkpoint(here.store, paths[0])
+    add_key(here.store, ApiKey("less", "", b"", LOCAL, "member", storage_bytes=2 * size))
+    revoke_key(here.store, "team")
+    here.save("a", 8, "save8")
+    here.settle()
+    assert f"stores {2 * size:,} bytes of checkpoints, and its keys allow {2 * size:,}" in str(here.error("a", 8))
+    restore_checkpoint(here.store, paths[0])

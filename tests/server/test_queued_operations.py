@@ -9,7 +9,7 @@ from tests.server.serving import Served, served
 from tinsmith.config import ServerConfig
 from tinsmith.errors import BackpressureError
 from tinsmith.server.queued_operations import QueuedOperations
-from tinsmith.store.records import Unfinished
+from tinsmith.store.records import ApiKey, Unfinished
 from tinsmith.wire import tinker_pb2
 
 MIB = 2**20
@@ -67,6 +67,19 @@ def test_all_parts_of_a_call_are_taken_that_is_larger_than_the_limit_of_its_sess
     queue = Queue(3, 3, ended=1)
     for seq_id in (2, 1):  # what another waits for is taken beyond all limits
         queue.take(A, seq_id, 2 * MIB)
+
+
+def test_a_client_that_counts_down_comes_to_the_end_of_all_limits() -> None:
+    """Each operation comes before all that are queued, and so they would wait for it."""
+    queue = Queue(3, 5, ended=1)
+    for seq_id in range(100, 94, -1):
+        queue.take(A, seq_id, MIB)
+    queue.refuse(A, 94, MIB, r"session a has 6291456 bytes .* \(max_queued_mib\)")
+    queue, key = Queue(3, 5, ended=1), ApiKey("team", "", b"", "team", "member", max_parallel=3)
+    for seq_id in range(1000, 1000 - 3 - 2 * 256, -1):
+        assert queue.admit(A, seq_id, 1, key)
+    with pytest.raises(BackpressureError, match=f"515 operations of model {A} are unfinished, and key 'team' allows 3"):
+        queue.admit(A, 400, 1, key)
 
 
 def test_a_save_that_is_still_written_changes_nothing_for_the_operations_behind_it() -> None:

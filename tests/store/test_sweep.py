@@ -16,6 +16,7 @@ import pytest
 from tests.preloaded import REAL_PYTHON
 from tests.store.test_files import write
 from tests.store.test_store import DESCRIPTION, checkpoint
+from tinsmith.errors import NotFoundError
 from tinsmith.store.catalog import (
     copy_checkpoint,
     delete_checkpoint,
@@ -96,6 +97,15 @@ def test_expired_checkpoints_go_with_their_files_and_deleted_ones_a_day_later(
         sweep(store, files)
         assert [files.at(place).sizes() for place in (expired, deleted, kept)] == [{}, {}, {"a": 10, "b": 0}]
         assert found(store, files) == []
+
+
+def test_a_deleted_checkpoint_cannot_be_restored_after_it_has_expired(store: Store, files: CheckpointFiles) -> None:
+    path, expires_at = "tinker://m/weights/a", time.time() + 3600
+    saved(store, files, path, expires_at)
+    delete_checkpoint(store, path)
+    until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(expires_at))
+    with pytest.raises(NotFoundError, match=f"until {until} UTC `tinsmith checkpoints restore"):
+        store.require_checkpoint(path)
 
 
 def test_the_newest_checkpoints_of_a_run_and_kind_stay_and_published_ones(store: Store, files: CheckpointFiles) -> None:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from tinsmith.commands.tables import table
 from tinsmith.store.catalog import every_checkpoint, purge_checkpoint, restore_checkpoint
-from tinsmith.store.checkpoints import RECOVERABLE_S
+from tinsmith.store.checkpoints import recoverable_until
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import opened
 
@@ -21,10 +21,10 @@ def listed(data_dir: Path) -> Table | str:
 
 
 def _state(checkpoint: Checkpoint) -> str:
-    ends = [] if checkpoint.expires_at is None else [checkpoint.expires_at]
     if checkpoint.deleted_at is not None:
-        return f"deleted, can be restored until {_minute(min([checkpoint.deleted_at + RECOVERABLE_S, *ends]))}"
-    return ", ".join([*(["public"] if checkpoint.public else []), *(f"until {_minute(end)}" for end in ends)])
+        return f"deleted, can be restored until {_minute(recoverable_until(checkpoint))}"
+    ends = [] if checkpoint.expires_at is None else [f"until {_minute(checkpoint.expires_at)}"]
+    return ", ".join([*(["public"] if checkpoint.public else []), *ends])
 
 
 def _minute(unix: float) -> str:

@@ -23,10 +23,10 @@ from tinsmith.protocol.shapes import LoraShape, rank_refusal
 from tinsmith.protocol.work import ExportModel, LoadModel, SaveModel
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.keys import SPACE, Retention, retention_of
+from tinsmith.store.keys import Retention, retention_of
 from tinsmith.store.records import SESSION_END, Checkpoint, Command
 from tinsmith.store.store import Store
-from tinsmith.store.usage import stored_bytes
+from tinsmith.store.usage import living_bytes, make_room
 from tinsmith.wire.paths import CheckpointPath
 from tinsmith.wire.training_requests import (
     CreateFromCheckpointRequest,
@@ -54,16 +54,20 @@ class CheckpointRows:
             )
 
     def check_storage(self, model_id: str) -> None:
-        """Raise UserError if the keys of the model's tenant allow no more.
+        """Raise UserError if the keys of the model's tenant allow no more; deleted checkpoints make room.
 
         The server asks too, but of saves that wait behind each other it lets all in.
         """
         allowed = self.retention(model_id)
         tenant, limit = allowed.tenant, allowed.storage_bytes
-        if limit is not None and (stored := stored_bytes(self.store)[tenant]) >= limit:
+        if limit is None:
+            return
+        if (stored := living_bytes(self.store, tenant)) >= limit:
             raise UserError(
-                f"tenant {tenant!r} stores {stored:,} bytes of checkpoints, and its keys allow {limit:,}; {SPACE}"
+                f"tenant {tenant!r} stores {stored:,} bytes of checkpoints, and its keys allow {limit:,}; "
+                "delete some, or let them expire, and save again"
             )
+        make_room(self.store, tenant, limit)
 
     def retention(self, model_id: str) -> Retention:
         """What the tenant of a model may store."""
@@ -198,7 +202,9 @@ class CheckpointOperations:
             if path.kind == "external"
             else SaveModel(*about, path.kind == "training", row)
         )
-        return (yield from self.rows.written(call, command, allowed.kept_checkpoints))
+        # What the server saves at a session's end expires, and is no reason to delete a save of the client
+        kept = None if path.name == SESSION_END else allowed.kept_checkpoints
+        return (yield from self.rows.written(call, command, kept))
 
     def keep(self, model_id: str) -> Steps[Ended]:
         """Save a model that the server is going to unload, if it was ever created."""

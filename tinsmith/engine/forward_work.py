@@ -93,7 +93,7 @@ class PassOrder:
             tokens[self.tenant_of(model_id)] += piece.tokens
         base_model = pieces[0].operation.base_model
         self.served_bases[base_model] = number
-        self.seconds.given(number, base_model, tokens)
+        self.seconds.given(base_model, tokens)
 
     def next(
         self, queues: ForwardQueues, put_off: Collection[str], of_images: bool, decoding: Collection[str]
@@ -343,7 +343,6 @@ class ForwardWork:
     def _pass_done(self, message: PassDone) -> None:
         pieces = self.passes.pop(message.number, [])
         self.of_images.discard(message.number)
-        self.order.seconds.ended(message.number)
         for took in message.took:
             self.order.paces.learn(*took)
             base_model, backward, _, seconds = took
@@ -371,8 +370,10 @@ class ForwardWork:
         for piece in pieces:
             self.shares[piece.operation.base_model][piece.operation.command.model_id] += piece.tokens
         for base_model, _, _, seconds in message.took:
-            shares = self.shares.pop(base_model, None) or self.last_shares.get(base_model, Counter())
-            self.last_shares[base_model] = shares
+            told = self.shares.pop(base_model, Counter())
+            for model_id, tokens in told.items():
+                self.order.seconds.told(base_model, self.order.tenant_of(model_id), tokens)
+            shares = self.last_shares[base_model] = told or self.last_shares.get(base_model, Counter())
             for model_id, tokens in shares.items():
                 paid = seconds * tokens / shares.total()
                 self.paid[model_id] += paid

@@ -8,7 +8,7 @@ adapter of a pass costs multiplications of its own, which are fast only over man
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -226,12 +226,16 @@ def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: in
 
 # What each tenant has had.
 
+SOME_S = 1e-4
+"""Seconds that a token is said to take while none have been told."""
+
 
 class TenantSeconds:
     """Seconds of devices that tenants have had for passes, so that those who wait get equal parts.
 
     One that comes begins where the one with the fewest of those who wait is: it is owed nothing for the time when it
-    wanted nothing. What is under way counts as long as its tokens took before.
+    wanted nothing. Passes count as long as tokens took before, until their seconds are told: of those that fail, or in
+    which workers exchange something, they never are.
     """
 
     def __init__(self) -> None:
@@ -241,32 +245,33 @@ class TenantSeconds:
         """What the one with the fewest seconds had of those who waited last."""
         self._per_token: dict[str, float] = {}
         """Seconds of a token on each base model."""
-        self._under_way: dict[int, dict[str, float]] = {}
-        """Seconds that passes may take, by number and tenant."""
+        self._untold: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Tokens in passes whose seconds are not told, by base model and tenant."""
 
     def of(self, tenant: str) -> float:
         """Seconds that a tenant has had, and those that it is getting."""
-        had = self._had.get(tenant, self._least)
-        return had + sum(each.get(tenant, 0.0) for each in self._under_way.values())
+        getting = (self._per_token.get(name, SOME_S) * tokens[tenant] for name, tokens in self._untold.items())
+        return self._had.get(tenant, self._least) + sum(getting)
 
     def wait(self, tenants: set[str]) -> None:
         """Take in which tenants have something that could be computed now."""
         for tenant in tenants:
             self._had.setdefault(tenant, self._least)
         if tenants:
-            self._least = min(self._had[tenant] for tenant in tenants)
-        self._had = {each: had for each, had in self._had.items() if had > self._least or each in tenants}
+            self._least = min(map(self.of, tenants))
+        self._had = {each: had for each, had in self._had.items() if self.of(each) > self._least or each in tenants}
 
-    def given(self, number: int, base_model: str, tokens: Mapping[str, int]) -> None:
+    def given(self, base_model: str, tokens: Mapping[str, int]) -> None:
         """Note that a pass has begun, with so many tokens of each tenant."""
-        per_token = self._per_token.get(base_model, 0.0)
-        self._under_way[number] = {tenant: per_token * count for tenant, count in tokens.items()}
+        self._untold[base_model].update(tokens)
 
-    def ended(self, number: int) -> None:
-        self._under_way.pop(number, None)
+    def told(self, base_model: str, tenant: str, tokens: int) -> None:
+        """Note that so many tokens of a tenant are in what is now paid."""
+        untold = self._untold[base_model]
+        untold[tenant] = max(0, untold[tenant] - tokens)
 
     def workers_ended(self) -> None:
-        self._under_way.clear()
+        self._untold.clear()
 
     def paid(self, base_model: str, tenant: str, tokens: int, seconds: float) -> None:
         """Take in what a tenant's tokens have taken."""

@@ -16,9 +16,9 @@ from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import ForbiddenError, GoneError
 from tinsmith.server.tenants import Caller
 from tinsmith.store import ids
-from tinsmith.store.keys import SPACE, retention_of
+from tinsmith.store.keys import retention_of
 from tinsmith.store.store import Store
-from tinsmith.store.usage import stored_bytes
+from tinsmith.store.usage import living_bytes
 from tinsmith.wire.json_body import ModelT, Named, Names, parse_json
 from tinsmith.wire.paths import parse_path
 
@@ -139,11 +139,11 @@ async def require_storage(request: Request) -> None:
     """Raise BackpressureError if the caller's key allows no more checkpoints."""
     key = caller_of(request).key
     if key is not None and key.storage_bytes is not None:
-        stored = (await hub_of(request).store.read(stored_bytes))[key.tenant]
+        stored = await hub_of(request).store.read(living_bytes, key.tenant)
         if stored >= key.storage_bytes:
             raise BackpressureError(
                 f"tenant {key.tenant!r} stores {stored:,} bytes of checkpoints, and key {key.name!r} allows "
-                f"{key.storage_bytes:,}; {SPACE}"
+                f"{key.storage_bytes:,}; delete some, or let them expire, and save again"
             )
 
 

@@ -51,7 +51,8 @@ class QueuedOperations:
 
         The SDK sends the first part of a large call last, once all others are accepted. So an operation that others of
         its model wait for is always accepted, and while it is missing, the others are not held to their session's
-        limit: nothing queued of their model could run and make room. A tenant with a limit may have `_PARTS` more then.
+        limit: nothing queued of their model could run and make room. A tenant with a limit may have `_PARTS` more then,
+        and each of its models as many again. A client that counts down comes to these ends, or to `max_queued_mib`.
         """
         request_id, session_id = ids.request_id(model_id, seq_id), ids.session_of(model_id)
         if request_id in self._sizes:
@@ -59,29 +60,31 @@ class QueuedOperations:
         ended = self._ended.get(model_id, -1)
         # A save may end after what comes behind it, which does not wait for it.
         first = min((queued for queued in self._of_model.get(model_id, ()) if queued > ended), default=0)
+        of_session = self._of_session[session_id]
         if seq_id >= first:
             self._check("all sessions have", self.size, size, self._limits[0], "max_queued_mib")
+        elif of_session > self._limits[0]:
+            self._check(f"session {session_id} has", of_session, size, self._limits[0], "max_queued_mib")
         if seq_id >= first and first <= ended + 1:
-            self._check(
-                f"session {session_id} has",
-                self._of_session[session_id],
-                size,
-                self._limits[1],
-                "max_queued_session_mib",
-            )
-        if seq_id >= first and key is not None and key.max_parallel is not None:
-            self._check_parallel(key, key.max_parallel + (_PARTS if first > ended + 1 else 0))
+            self._check(f"session {session_id} has", of_session, size, self._limits[1], "max_queued_session_mib")
+        if key is not None and key.max_parallel is not None:
+            of_tenant, of_model = self._of_tenant[key.tenant], len(self._of_model.get(model_id, ()))
+            if seq_id < first:
+                self._check_parallel(key, f"model {model_id}", of_model, key.max_parallel + 2 * _PARTS)
+            else:
+                parts = _PARTS if first > ended + 1 else 0
+                self._check_parallel(key, f"tenant {key.tenant!r}", of_tenant, key.max_parallel + parts)
         if key is not None:
             self._tenants[request_id] = key.tenant
             self._of_tenant[key.tenant] += 1
         self._count(request_id, size)
         return True
 
-    def _check_parallel(self, key: ApiKey, most: int) -> None:
-        if self._of_tenant[key.tenant] >= most:
+    def _check_parallel(self, key: ApiKey, whose: str, unfinished: int, most: int) -> None:
+        if unfinished >= most:
             reason = (
-                f"{self._of_tenant[key.tenant]} operations of tenant {key.tenant!r} are unfinished, and key "
-                f"{key.name!r} allows {key.max_parallel}; send this one later"
+                f"{unfinished} operations of {whose} are unfinished, and key {key.name!r} allows {key.max_parallel}; "
+                "send this one later"
             )
             log.info("answered 429: %s", reason)
             raise BackpressureError(reason)

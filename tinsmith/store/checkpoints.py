@@ -7,6 +7,7 @@ No directory is forgotten, whichever process dies: it is noted as begun before i
 discarded when its last row is removed, in that transaction, until its files are deleted.
 """
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -165,6 +166,12 @@ def _delete_older(connection: Connection, newest: Checkpoint, kept: int, now: fl
     connection.execute(update(checkpoints).where(checkpoints.c.tinker_path.in_(older)).values(deleted_at=now))
 
 
+def recoverable_until(deleted: Checkpoint) -> float:
+    """Until when (Unix time) a deleted checkpoint can be restored: for a day, or until it expires."""
+    assert deleted.deleted_at is not None
+    return min(deleted.deleted_at + RECOVERABLE_S, math.inf if deleted.expires_at is None else deleted.expires_at)
+
+
 def find(connection: Connection, tinker_path: str, now: float) -> Checkpoint | None:
     """The living checkpoint of this path."""
     row = connection.execute(_FIND, {"key": tinker_path, "now": now}).first()
@@ -187,9 +194,9 @@ def absent(connection: Connection, tinker_path: str) -> NotFoundError:
     """The error for a path of no checkpoint, with the reason if it is known."""
     model_id = parse_path(tinker_path).model_id
     own = checkpoints.c.tinker_path == tinker_path
-    deleted_at = connection.execute(select(checkpoints.c.deleted_at).where(own)).scalar()
-    if deleted_at is not None and deleted_at + RECOVERABLE_S > time.time():
-        until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(deleted_at + RECOVERABLE_S))
+    deleted = connection.execute(select(*COLUMNS).where(own, ~ALIVE, STORED), {"now": time.time()}).first()
+    if deleted is not None:
+        until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(recoverable_until(Checkpoint(*deleted))))
         return NotFoundError(
             f"{tinker_path} does not exist any more: it was deleted, or newer ones took its place; until {until} UTC "
             f"`tinsmith checkpoints restore {tinker_path}` beside the server brings it back"

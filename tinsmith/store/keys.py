@@ -21,11 +21,6 @@ from tinsmith.store.schema import api_keys
 from tinsmith.store.store import Store
 
 _PREFIX = "tml-"
-SPACE = (
-    "delete some, or let them expire, and save again: a deleted one counts until it cannot be restored any more, for a "
-    "day or until `tinsmith checkpoints purge`"
-)
-"""What to do where a tenant may store no more."""
 _NOBODY = bytes(32)
 """The digest that an unknown key is compared with."""
 _COLUMNS = [api_keys.c[name] for name in ApiKey.__dataclass_fields__]

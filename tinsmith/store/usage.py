@@ -8,10 +8,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from typing import Any
 
-from sqlalchemy import Connection, bindparam, select
+from sqlalchemy import Connection, Select, bindparam, select, update
 
-from tinsmith.store.checkpoints import STORED
+from tinsmith.store.checkpoints import ALIVE, STORED
 from tinsmith.store.database import Transactions
 from tinsmith.store.dialects import insert
 from tinsmith.store.records import Used, UsedBy
@@ -35,11 +36,10 @@ _OWNERS = (
     .join_from(models, sessions)
     .where(models.c.model_id.in_(bindparam("ids", expanding=True)))
 )
-_STORED = (
-    select(checkpoints.c.tenant, checkpoints.c.directory, checkpoints.c.base_model, checkpoints.c.size_bytes)
-    .where(STORED)
-    .distinct()
-)
+_SIZES = select(
+    checkpoints.c.tenant, checkpoints.c.directory, checkpoints.c.base_model, checkpoints.c.size_bytes
+).distinct()
+_STORED, _LIVING = _SIZES.where(STORED), _SIZES.where(ALIVE)
 Owned = tuple[str, str, str]
 """Tenant, base model and session."""
 
@@ -88,10 +88,31 @@ def note_storage(store: Transactions) -> None:
 def stored_bytes(store: Transactions) -> Counter[str]:
     """The bytes that each tenant stores now."""
     with store.reading() as connection:
-        found: Counter[str] = Counter()
-        for (tenant, _), size in _stored(connection, time.time()).items():
-            found[tenant] += size
-        return found
+        return _by_tenant(connection, _STORED)
+
+
+def living_bytes(store: Transactions, tenant: str) -> int:
+    """The bytes that a tenant stores now, without deleted checkpoints."""
+    with store.reading() as connection:
+        return _by_tenant(connection, _LIVING)[tenant]
+
+
+def make_room(store: Transactions, tenant: str, limit: int) -> None:
+    """Let deleted checkpoints of a tenant go with the next sweep, oldest first, until it stores less than `limit`."""
+    own = checkpoints.c.tenant == tenant, checkpoints.c.deleted_at.is_not(None), STORED
+    deleted = select(checkpoints.c.tinker_path).where(*own).order_by(checkpoints.c.deleted_at)
+    with store.writing() as connection:
+        for path in connection.execute(deleted, {"now": time.time()}).scalars().all():
+            if _by_tenant(connection, _STORED)[tenant] < limit:
+                return
+            connection.execute(update(checkpoints).where(checkpoints.c.tinker_path == path).values(deleted_at=0.0))
+
+
+def _by_tenant(connection: Connection, sizes: Select[*tuple[Any, ...]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for tenant, _, _, size in connection.execute(sizes, {"now": time.time()}):
+        found[tenant] += size
+    return found
 
 
 def _stored(connection: Connection, now: float) -> Mapping[tuple[str, str], int]:
