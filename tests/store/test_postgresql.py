@@ -108,6 +108,25 @@ def test_a_commit_that_never_arrives_is_not_applied(store: Store, wire: Wire) ->
     assert total(used_between(store, 0, time.time() + 1)) == Used(trained_tokens=7)
 
 
+def test_what_a_crash_takes_along_is_not_taken_for_the_commit_of_another(tmp_path: Path) -> None:
+    """PostgreSQL gives the number of a transaction that is lost to the next one."""
+    numbers: list[object] = []
+    with running() as cluster:
+        cluster.serve(tmp_path)
+        with closing(Store.open(tmp_path)) as store, closing(Store.open(tmp_path)) as other:
+            store.create_session(SESSION, DESCRIPTION)
+            store.append([create_command()])
+            lost = pytest.raises(StoreUnavailableError, match="look whether PostgreSQL runs")
+            with lost, store.writing() as writing:
+                numbers.append(writing.exec_driver_sql("SELECT txid_current()").scalar())
+                writing.exec_driver_sql("UPDATE commands SET status = 'done'")
+                cluster.restart()
+                with other.writing() as another:
+                    numbers.append(another.exec_driver_sql("SELECT txid_current()").scalar())
+            assert numbers[0] == numbers[1]
+            assert store.status(f"{MODEL}/0") == "queued"
+
+
 SLOW_COMMIT = """
 CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(1.5); RETURN NULL; END $$;
 CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON usage DEFERRABLE INITIALLY DEFERRED
@@ -129,7 +148,7 @@ def test_nobody_waits_for_a_slow_commit_longer_than_for_a_lock(store: Store, wir
     run_sql(tmp_path, SLOW_COMMIT)
     with closing(Store.open(tmp_path, busy_s=0.2)) as impatient:
         wire.cut = "after"
-        with pytest.raises(StoreUnavailableError, match="has not decided about transaction"):
+        with pytest.raises(StoreUnavailableError, match="another program has locked it"):
             add_usage(impatient, AMOUNT)
     assert store.append([step(1)]) == [True]  # behind the slow one, which is in
     assert total(used_between(store, 0, time.time() + 1)) == Used(trained_tokens=7)
