@@ -276,12 +276,17 @@ def test_a_data_directory_keeps_the_url_of_its_database(postgresql: PostgreSQL, 
     [
         ("nothing", "database_url is no URL of a PostgreSQL database; give it as postgresql"),
         ("mysql://a/b", r"database_url begins with mysql://, and only postgresql\+psycopg is possible"),
+        (
+            "postgresql+psycopg://a/b?password=secret",
+            r"database_url holds password behind the \?; give it before the @",
+        ),
     ],
 )
 def test_another_url_is_refused(tmp_path: Path, url: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=why) as refused:
         use_database(tmp_path, url)
     assert list(tmp_path.iterdir()) == []
+    assert "secret" not in str(refused.value)
 
 
 def test_no_database_is_migrated_under_a_server(
@@ -304,7 +309,14 @@ def test_a_database_in_a_file_is_not_left_behind(tmp_path: Path) -> None:
 
 
 def test_a_database_that_is_not_there_is_said_with_its_name(tmp_path: Path) -> None:
-    use_database(tmp_path, f"postgresql+psycopg://tinsmith:secret@/missing?host={tmp_path}")
-    with pytest.raises(ConfigError, match=r"the PostgreSQL database missing on .* cannot be opened: ") as refused:
+    """Its URL is not kept: it may be mistyped."""
+    url = f"postgresql+psycopg://tinsmith:secret@/missing?host={tmp_path}"
+    message = r"the PostgreSQL database missing on .* cannot be opened: "
+    with pytest.raises(ConfigError, match=message) as refused:
+        use_database(tmp_path, url)
+    assert list(tmp_path.iterdir()) == []
+    assert "secret" not in str(refused.value)
+    (tmp_path / URL_FILE).write_text(url)
+    with pytest.raises(ConfigError, match=message) as refused:
         open_database(tmp_path, busy_s=0.1)
     assert "secret" not in str(refused.value)

@@ -6,10 +6,10 @@ lower number never become visible after those of a higher one, and no two transa
 Every commit is on the disk when it returns. With synchronous_commit=off, PostgreSQL would lose the last ones when it is
 killed, and clients have the ids of their operations by then.
 
-A connection may break while a commit is on its way. So each transaction notes itself in the table last_commits, where it
-is looked for over another connection. PostgreSQL's own number would not do: after a crash it gives the number of a lost
-transaction to another one. Only if PostgreSQL stays away for longer is the caller told to try again, perhaps in vain:
-operations, outcomes and checkpoints have keys, and a repeat changes nothing.
+A connection may break while a commit is on its way. So each transaction notes itself in the table last_commits, and is
+looked for there over another connection. PostgreSQL's own number would not do: after a crash it gives the number of a
+lost transaction to another one. Only if PostgreSQL stays away for longer is the caller told to try again, perhaps in
+vain: operations, outcomes and checkpoints have keys, and a repeat changes nothing.
 """
 
 import json
