@@ -23,6 +23,8 @@ from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store import schema
 from tinsmith.store.catalog import SessionFilter, describe_session, search_sessions
 from tinsmith.store.database import URL_FILE, open_database, use_database
+from tinsmith.store.lease import take_lease
+from tinsmith.store.postgresql import WRITERS
 from tinsmith.store.records import Outcome, Used
 from tinsmith.store.sqlite import FILE_NAME
 from tinsmith.store.store import Store
@@ -60,7 +62,7 @@ class Wire:
                     data = b""
                     with suppress(ConnectionResetError):
                         data = key.fileobj.recv(2**16)
-                    is_commit = self.cut and key.fileobj is client and b"COMMIT" in data
+                    is_commit = self.cut and key.fileobj is client and b"COMMIT\0" in data
                     if not data or (is_commit and self.cut == "before"):
                         self.cut = "" if data else self.cut
                         return
@@ -129,14 +131,14 @@ def test_what_a_crash_takes_along_is_not_taken_for_the_commit_of_another(tmp_pat
 
 SLOW_COMMIT = """
 CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(1.5); RETURN NULL; END $$;
-CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON usage DEFERRABLE INITIALLY DEFERRED
+CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON {} DEFERRABLE INITIALLY DEFERRED
 FOR EACH ROW EXECUTE FUNCTION wait()
 """
 
 
 def test_what_a_slow_commit_comes_to_is_waited_for(store: Store, wire: Wire, tmp_path: Path) -> None:
     """Its connection breaks in the middle, and PostgreSQL goes on with it for a while."""
-    run_sql(tmp_path, SLOW_COMMIT)
+    run_sql(tmp_path, SLOW_COMMIT.format("usage"))
     wire.cut = "after"
     began = time.monotonic()
     add_usage(store, AMOUNT)
@@ -145,13 +147,28 @@ def test_what_a_slow_commit_comes_to_is_waited_for(store: Store, wire: Wire, tmp
 
 
 def test_nobody_waits_for_a_slow_commit_longer_than_for_a_lock(store: Store, wire: Wire, tmp_path: Path) -> None:
-    run_sql(tmp_path, SLOW_COMMIT)
+    run_sql(tmp_path, SLOW_COMMIT.format("usage"))
     with closing(Store.open(tmp_path, busy_s=0.2)) as impatient:
         wire.cut = "after"
         with pytest.raises(StoreUnavailableError, match="another program has locked it"):
             add_usage(impatient, AMOUNT)
     assert store.append([step(1)]) == [True]  # behind the slow one, which is in
     assert total(used_between(store, 0, time.time() + 1)) == Used(trained_tokens=7)
+
+
+def test_a_server_that_does_not_know_whether_it_took_the_lease_takes_it_again(
+    store: Store, wire: Wire, tmp_path: Path
+) -> None:
+    run_sql(tmp_path, SLOW_COMMIT.format("lease"))
+    with closing(Store.open(tmp_path, busy_s=0.2)) as impatient:
+        impatient.write_for(take_lease(store, str(tmp_path)))
+        store.close()
+        wire.cut = "after"
+        with pytest.raises(StoreUnavailableError, match="another program has locked it"):
+            take_lease(impatient, str(tmp_path))
+        run_sql(tmp_path, f"SELECT pg_advisory_lock({WRITERS})", "DROP TRIGGER slow ON lease")
+        assert take_lease(impatient, str(tmp_path)) == 3
+        assert impatient.append([step(1)]) == [True]
 
 
 def test_connections_that_broke_while_nobody_used_them_are_replaced(postgresql: PostgreSQL, tmp_path: Path) -> None:

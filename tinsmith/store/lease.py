@@ -20,6 +20,10 @@ def take_lease(store: Transactions, data_dir: str) -> int:
     """
     store.hold()
     holder = f"the server on {socket.gethostname()} (process {os.getpid()}, data directory {Path(data_dir).absolute()})"
+    with store.reading() as connection:
+        ours = connection.execute(select(lease.c.number).where(lease.c.holder == holder)).scalar()
+    if ours is not None:  # perhaps of a commit that could not say whether it was done
+        store.write_for(ours)
     remedy = "start this server again once no other uses the database"
     with (
         translated(EngineUnavailableError, ConfigError, lambda error: f"{error}; {remedy}"),
