@@ -22,7 +22,7 @@ from tests.store.test_store import next_version
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store import schema
 from tinsmith.store.catalog import SessionFilter, describe_session, search_sessions
-from tinsmith.store.database import URL_FILE, open_database, use_database
+from tinsmith.store.database import URL_FILE, look_into, open_database, use_database
 from tinsmith.store.lease import take_lease
 from tinsmith.store.postgresql import WRITERS
 from tinsmith.store.records import Outcome, Used
@@ -323,6 +323,20 @@ def test_a_database_in_a_file_is_not_left_behind(tmp_path: Path) -> None:
     Store.open(tmp_path).close()
     with pytest.raises(ConfigError, match=rf"has a database already, {FILE_NAME}: .*`tinsmith recover` later"):
         use_database(tmp_path, "postgresql+psycopg://host/name")
+
+
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+def test_a_database_that_cannot_hold_all_texts_is_refused(
+    postgresql: PostgreSQL, tmp_path: Path, encoding: str
+) -> None:
+    """PostgreSQL chooses SQL_ASCII where no locale is set."""
+    name = postgresql.new_database(f"ENCODING '{encoding}' TEMPLATE template0")
+    (tmp_path / URL_FILE).write_text(postgresql.url(name))
+    for attempt in (open_database, look_into):
+        with pytest.raises(
+            ConfigError, match=f"has the encoding {encoding}, .*: CREATE DATABASE {name} ENCODING 'UTF8'"
+        ):
+            attempt(tmp_path)
 
 
 def test_a_database_that_is_not_there_is_said_with_its_name(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ class PostgreSQLDatabase:
             connect_args={
                 "connect_timeout": max(2, math.ceil(busy_s)),
                 "application_name": "tinsmith",
+                "client_encoding": "utf8",
                 "keepalives_idle": _SILENT_S // 3,
                 "keepalives_interval": _SILENT_S // 6,
                 "keepalives_count": 4,
@@ -268,6 +269,15 @@ class PostgreSQLDatabase:
     def give_back_space(self, spare_pages: int, most_pages: int) -> None:
         """Do nothing: PostgreSQL does it itself."""
 
+    def require_unicode(self, connection: Connection) -> None:
+        """Raise ConfigError if it cannot hold all texts."""
+        encoding = connection.exec_driver_sql("SHOW server_encoding").scalar()
+        if encoding != "UTF8":
+            raise ConfigError(
+                f"{self.name} has the encoding {encoding}, which cannot hold all texts; make another one: "
+                f"CREATE DATABASE {self._engine.url.database} ENCODING 'UTF8' TEMPLATE template0"
+            )
+
     def damaged(self, found: str) -> ConfigError:
         return damaged(self.name, found)
 
@@ -301,6 +311,7 @@ def open_postgresql(url: URL, busy_s: float = BUSY_S) -> PostgreSQLDatabase:
                 )
 
         with _usable(database), database.opening() as connection:
+            database.require_unicode(connection)
             bring_to_our_version(connection, database.name, database.damaged, require_unused)
             connection.exec_driver_sql(_FORGET)
         failed.pop_all()
@@ -312,6 +323,7 @@ def look_into_postgresql(url: URL) -> str:
     database = PostgreSQLDatabase(url, busy_s=0.0)
     try:
         with _usable(database), database.reading() as connection:
+            database.require_unicode(connection)
             if inspect(connection).get_table_names():
                 is_older(connection, database.name, database.damaged)
     finally:
