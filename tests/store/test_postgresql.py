@@ -114,6 +114,8 @@ def test_what_a_crash_takes_along_is_not_taken_for_the_commit_of_another(tmp_pat
     """PostgreSQL gives the number of a transaction that is lost to the next one."""
     numbers: list[object] = []
     with running() as cluster:
+        cluster.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")  # nothing is on the disk but with a commit
+        cluster.restart()
         cluster.serve(tmp_path)
         with closing(Store.open(tmp_path)) as store, closing(Store.open(tmp_path)) as other:
             store.create_session(SESSION, DESCRIPTION)
