@@ -144,10 +144,10 @@ class PostgreSQL:
             cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else []
 
-    def new_database(self) -> str:
+    def new_database(self, options: str = "") -> str:
         """The name of a new, empty database."""
         name = f"d{os.getpid()}_{next(_NAMES)}"
-        self.execute(f"CREATE DATABASE {name}")
+        self.execute(f"CREATE DATABASE {name} {options}")
         return name
 
     def url(self, database: str) -> str:

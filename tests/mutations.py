@@ -905,8 +905,8 @@ MUTATIONS = (
     Mutation(
         "a commit whose answer was lost counts as one that failed",
         "tinsmith/store/postgresql.py",
-        'return status == "committed"',
-        'return status == "aborted"',
+        "return bool(connection.exec_driver_sql(_IS_COMMITTED, note).scalar())",
+        "return False",
         ("tests/store/test_postgresql.py",),
     ),
     Mutation(

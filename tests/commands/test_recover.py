@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,8 +105,11 @@ def test_what_is_damaged_nameless_expired_deleted_or_being_written_is_not_regist
 
 
 @pytest.mark.parametrize("root", ["{directory}/elsewhere", "memory://{directory.name}/x"])
-def test_a_root_of_ones_own_is_looked_through_on_request(tmp_path: Path, root: str) -> None:
+def test_a_root_of_ones_own_is_looked_through_on_request(
+    database: Callable[[Path], object], tmp_path: Path, root: str
+) -> None:
     root, data = root.format(directory=tmp_path), tmp_path / "data"
+    database(data)
     row = saved(CheckpointFiles(data, root), A)
     assert printed("recover", data) == ["0 checkpoints added"]
     assert printed("recover", data, "--checkpoint-root", root) == [f"added {A}", "1 checkpoints added"]

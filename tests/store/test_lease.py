@@ -71,7 +71,8 @@ def test_one_server_has_a_database(postgresql: PostgreSQL, tmp_path: Path, monke
     with closing(Store.open(tmp_path)) as first, closing(Store.open(tmp_path)) as second:
         assert take_lease(first, "one") == 1
         with pytest.raises(
-            ConfigError, match=r"is used by the server on .* \(process \d+, data directory .*one\); stop"
+            ConfigError,
+            match=r"is used by the server on .* \(process \d+, started [-0-9 :.+]+, data directory .*one\); stop",
         ):
             take_lease(second, "two")
         run_sql(tmp_path, end)

@@ -22,7 +22,9 @@ from tests.store.test_store import next_version
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store import schema
 from tinsmith.store.catalog import SessionFilter, describe_session, search_sessions
-from tinsmith.store.database import URL_FILE, open_database, use_database
+from tinsmith.store.database import URL_FILE, look_into, open_database, use_database
+from tinsmith.store.lease import take_lease
+from tinsmith.store.postgresql import WRITERS
 from tinsmith.store.records import Outcome, Used
 from tinsmith.store.sqlite import FILE_NAME
 from tinsmith.store.store import Store
@@ -60,7 +62,7 @@ class Wire:
                     data = b""
                     with suppress(ConnectionResetError):
                         data = key.fileobj.recv(2**16)
-                    is_commit = self.cut and key.fileobj is client and b"COMMIT" in data
+                    is_commit = self.cut and key.fileobj is client and b"COMMIT\0" in data
                     if not data or (is_commit and self.cut == "before"):
                         self.cut = "" if data else self.cut
                         return
@@ -108,16 +110,37 @@ def test_a_commit_that_never_arrives_is_not_applied(store: Store, wire: Wire) ->
     assert total(used_between(store, 0, time.time() + 1)) == Used(trained_tokens=7)
 
 
+def test_what_a_crash_takes_along_is_not_taken_for_the_commit_of_another(tmp_path: Path) -> None:
+    """PostgreSQL gives the number of a transaction that is lost to the next one."""
+    numbers: list[object] = []
+    with running() as cluster:
+        cluster.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")  # nothing is on the disk but with a commit
+        cluster.restart()
+        cluster.serve(tmp_path)
+        with closing(Store.open(tmp_path)) as store, closing(Store.open(tmp_path)) as other:
+            store.create_session(SESSION, DESCRIPTION)
+            store.append([create_command()])
+            lost = pytest.raises(StoreUnavailableError, match="look whether PostgreSQL runs")
+            with lost, store.writing() as writing:
+                numbers.append(writing.exec_driver_sql("SELECT txid_current()").scalar())
+                writing.exec_driver_sql("UPDATE commands SET status = 'done'")
+                cluster.restart()
+                with other.writing() as another:
+                    numbers.append(another.exec_driver_sql("SELECT txid_current()").scalar())
+            assert numbers[0] == numbers[1]
+            assert store.status(f"{MODEL}/0") == "queued"
+
+
 SLOW_COMMIT = """
 CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(1.5); RETURN NULL; END $$;
-CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON usage DEFERRABLE INITIALLY DEFERRED
+CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON {} DEFERRABLE INITIALLY DEFERRED
 FOR EACH ROW EXECUTE FUNCTION wait()
 """
 
 
 def test_what_a_slow_commit_comes_to_is_waited_for(store: Store, wire: Wire, tmp_path: Path) -> None:
     """Its connection breaks in the middle, and PostgreSQL goes on with it for a while."""
-    run_sql(tmp_path, SLOW_COMMIT)
+    run_sql(tmp_path, SLOW_COMMIT.format("usage"))
     wire.cut = "after"
     began = time.monotonic()
     add_usage(store, AMOUNT)
@@ -126,13 +149,28 @@ def test_what_a_slow_commit_comes_to_is_waited_for(store: Store, wire: Wire, tmp
 
 
 def test_nobody_waits_for_a_slow_commit_longer_than_for_a_lock(store: Store, wire: Wire, tmp_path: Path) -> None:
-    run_sql(tmp_path, SLOW_COMMIT)
+    run_sql(tmp_path, SLOW_COMMIT.format("usage"))
     with closing(Store.open(tmp_path, busy_s=0.2)) as impatient:
         wire.cut = "after"
-        with pytest.raises(StoreUnavailableError, match="has not decided about transaction"):
+        with pytest.raises(StoreUnavailableError, match="another program has locked it"):
             add_usage(impatient, AMOUNT)
     assert store.append([step(1)]) == [True]  # behind the slow one, which is in
     assert total(used_between(store, 0, time.time() + 1)) == Used(trained_tokens=7)
+
+
+def test_a_server_that_does_not_know_whether_it_took_the_lease_takes_it_again(
+    store: Store, wire: Wire, tmp_path: Path
+) -> None:
+    run_sql(tmp_path, SLOW_COMMIT.format("lease"))
+    with closing(Store.open(tmp_path, busy_s=0.2)) as impatient:
+        impatient.write_for(take_lease(store, str(tmp_path)))
+        store.close()
+        wire.cut = "after"
+        with pytest.raises(StoreUnavailableError, match="another program has locked it"):
+            take_lease(impatient, str(tmp_path))
+        run_sql(tmp_path, f"SELECT pg_advisory_lock({WRITERS})", "DROP TRIGGER slow ON lease")
+        assert take_lease(impatient, str(tmp_path)) == 3
+        assert impatient.append([step(1)]) == [True]
 
 
 def test_connections_that_broke_while_nobody_used_them_are_replaced(postgresql: PostgreSQL, tmp_path: Path) -> None:
@@ -257,12 +295,17 @@ def test_a_data_directory_keeps_the_url_of_its_database(postgresql: PostgreSQL, 
     [
         ("nothing", "database_url is no URL of a PostgreSQL database; give it as postgresql"),
         ("mysql://a/b", r"database_url begins with mysql://, and only postgresql\+psycopg is possible"),
+        (
+            "postgresql+psycopg://a/b?password=secret",
+            r"database_url holds password behind the \?; give it before the @",
+        ),
     ],
 )
 def test_another_url_is_refused(tmp_path: Path, url: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=why) as refused:
         use_database(tmp_path, url)
     assert list(tmp_path.iterdir()) == []
+    assert "secret" not in str(refused.value)
 
 
 def test_no_database_is_migrated_under_a_server(
@@ -284,8 +327,29 @@ def test_a_database_in_a_file_is_not_left_behind(tmp_path: Path) -> None:
         use_database(tmp_path, "postgresql+psycopg://host/name")
 
 
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+def test_a_database_that_cannot_hold_all_texts_is_refused(
+    postgresql: PostgreSQL, tmp_path: Path, encoding: str
+) -> None:
+    """PostgreSQL chooses SQL_ASCII where no locale is set."""
+    name = postgresql.new_database(f"ENCODING '{encoding}' TEMPLATE template0")
+    (tmp_path / URL_FILE).write_text(postgresql.url(name))
+    for attempt in (open_database, look_into):
+        with pytest.raises(
+            ConfigError, match=f"has the encoding {encoding}, .*: CREATE DATABASE {name} ENCODING 'UTF8'"
+        ):
+            attempt(tmp_path)
+
+
 def test_a_database_that_is_not_there_is_said_with_its_name(tmp_path: Path) -> None:
-    use_database(tmp_path, f"postgresql+psycopg://tinsmith:secret@/missing?host={tmp_path}")
-    with pytest.raises(ConfigError, match=r"the PostgreSQL database missing on .* cannot be opened: ") as refused:
+    """Its URL is not kept: it may be mistyped."""
+    url = f"postgresql+psycopg://tinsmith:secret@/missing?host={tmp_path}"
+    message = r"the PostgreSQL database missing on .* cannot be opened: "
+    with pytest.raises(ConfigError, match=message) as refused:
+        use_database(tmp_path, url)
+    assert list(tmp_path.iterdir()) == []
+    assert "secret" not in str(refused.value)
+    (tmp_path / URL_FILE).write_text(url)
+    with pytest.raises(ConfigError, match=message) as refused:
         open_database(tmp_path, busy_s=0.1)
     assert "secret" not in str(refused.value)

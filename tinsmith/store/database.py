@@ -138,7 +138,8 @@ def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
 def use_database(data_dir: Path, text: str) -> None:
     """Let a data directory have its rows in the database of this URL; in a file of its own if it is empty.
 
-    Raises ConfigError: no URL of PostgreSQL, or the directory has another database. Its password may change.
+    Raises ConfigError: no URL of PostgreSQL, or the directory has another database, or a new URL cannot be used. Its
+    password may change.
     """
     before = database_url(data_dir)
     url = _parsed(text, "database_url") if text else before
@@ -156,6 +157,7 @@ def use_database(data_dir: Path, text: str) -> None:
             f"{FILE_NAME}* away, and run `tinsmith recover` later, which registers the checkpoints in the new database"
         )
     if before != url:
+        look_into(data_dir, text)  # a mistyped one is not kept
         with translated(OSError, ConfigError, lambda error: f"data_dir={data_dir} cannot be written: {error}"):
             make_directory(data_dir)
             _write(data_dir / URL_FILE, url.render_as_string(hide_password=False))
@@ -195,6 +197,9 @@ def _parsed(text: str, name: str) -> URL:
         url = make_url(text)
     if url.drivername != _DRIVER:
         raise ConfigError(f"{name} begins with {url.drivername}://, and only {_DRIVER} is possible: {_EXAMPLE}")
+    for key in url.query:
+        if key.endswith("password"):  # which would be shown wherever the URL is
+            raise ConfigError(f"{name} holds {key} behind the ?; give it before the @, as {_EXAMPLE}, or in ~/.pgpass")
     return url
 
 

@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from sqlalchemy import delete, func, select
@@ -10,6 +11,9 @@ from sqlalchemy import delete, func, select
 from tinsmith.errors import ConfigError, EngineUnavailableError, translated
 from tinsmith.store.database import Transactions
 from tinsmith.store.schema import lease
+
+_STARTED = datetime.now(UTC).isoformat(sep=" ", timespec="milliseconds")
+"""In containers of one name, whose processes have the same number, it tells two servers apart."""
 
 
 def take_lease(store: Transactions, data_dir: str) -> int:
@@ -19,7 +23,12 @@ def take_lease(store: Transactions, data_dir: str) -> int:
     since this one took it.
     """
     store.hold()
-    holder = f"the server on {socket.gethostname()} (process {os.getpid()}, data directory {Path(data_dir).absolute()})"
+    place = f"process {os.getpid()}, started {_STARTED}, data directory {Path(data_dir).absolute()}"
+    holder = f"the server on {socket.gethostname()} ({place})"
+    with store.reading() as connection:
+        ours = connection.execute(select(lease.c.number).where(lease.c.holder == holder)).scalar()
+    if ours is not None:  # perhaps of a commit that could not say whether it was done
+        store.write_for(ours)
     remedy = "start this server again once no other uses the database"
     with (
         translated(EngineUnavailableError, ConfigError, lambda error: f"{error}; {remedy}"),

@@ -6,9 +6,10 @@ lower number never become visible after those of a higher one, and no two transa
 Every commit is on the disk when it returns. With synchronous_commit=off, PostgreSQL would lose the last ones when it is
 killed, and clients have the ids of their operations by then.
 
-A connection may break while a commit is on its way. Then PostgreSQL is asked, over another one, what became of that
-transaction. Only if it stays away for longer is the caller told to try again, perhaps in vain: operations, outcomes and
-checkpoints have keys, and a repeat changes nothing.
+A connection may break while a commit is on its way. So each transaction notes itself in the table last_commits, and is
+looked for there over another connection. PostgreSQL's own number would not do: after a crash it gives the number of a
+lost transaction to another one. Only if PostgreSQL stays away for longer is the caller told to try again, perhaps in
+vain: operations, outcomes and checkpoints have keys, and a repeat changes nothing.
 """
 
 import json
@@ -19,8 +20,10 @@ import select
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from threading import Lock
+from itertools import count
+from threading import Lock, get_ident
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from sqlalchemy import URL, Connection, create_engine, event, inspect
 from sqlalchemy.engine import ExceptionContext
@@ -43,7 +46,16 @@ T = TypeVar("T")
 
 WRITERS, SERVERS = 7464_736_1, 7464_736_2
 """Advisory locks: of the transaction that writes, and of the server whose engine works on the database."""
-_BEGIN = f"SELECT pg_advisory_xact_lock({WRITERS}), pg_current_xact_id()::text"
+_BEGIN = f"SELECT pg_advisory_xact_lock({WRITERS})"
+_NOTE = f"""
+WITH noted AS (
+    INSERT INTO last_commits (writer, number, noted_at) VALUES (%s, %s, extract(epoch FROM now()))
+    ON CONFLICT (writer) DO UPDATE SET number = excluded.number, noted_at = excluded.noted_at
+) {NEWEST}
+"""
+"""Notes the transaction, for `_IS_COMMITTED`, and finds the newest engine."""
+_IS_COMMITTED = "SELECT count(*) FROM last_commits WHERE writer = %s AND number = %s"
+_FORGET = "DELETE FROM last_commits WHERE noted_at < extract(epoch FROM now()) - 86400"
 _SET = """
 SELECT set_config(name, value, false) FROM json_each_text(%s::json) AS wanted (name, value)
 UNION ALL SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
@@ -88,12 +100,15 @@ class PostgreSQLDatabase:
         self.fence: int | None = None
         self.name = f"the PostgreSQL database {url.database} on {url.host or url.query.get('host') or 'this machine'}"
         self._busy_s = busy_s
+        self._id = uuid4().hex
+        self._numbers = count()
         self._engine = create_engine(
             url,
             json_serializer=_json,
             connect_args={
                 "connect_timeout": max(2, math.ceil(busy_s)),
                 "application_name": "tinsmith",
+                "client_encoding": "utf8",
                 "keepalives_idle": _SILENT_S // 3,
                 "keepalives_interval": _SILENT_S // 6,
                 "keepalives_count": 4,
@@ -148,10 +163,17 @@ class PostgreSQLDatabase:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        connection, transaction = self._until_there(self._begun)
-        with connection:  # which rolls back what is not committed
+        note = f"{self._id} {get_ident()}", next(self._numbers)
+        with self._until_there(lambda: self._begun(note)) as connection:  # which rolls back what is not committed
             yield connection
-            self._commit(connection, transaction)
+            self._commit(connection, note)
+
+    @contextmanager
+    def opening(self) -> Iterator[Connection]:
+        """As `writing`, of a database that may lack tables."""
+        with self._until_there(self._locked) as connection:
+            yield connection
+            connection.commit()
 
     def writing_durably(self) -> AbstractContextManager[Connection]:
         return self.writing()
@@ -167,31 +189,36 @@ class PostgreSQLDatabase:
                     raise
             time.sleep(_RETRY_S)
 
-    def _begun(self) -> tuple[Connection, str]:
-        """A connection that may write, and its transaction's number."""
+    def _locked(self) -> Connection:
+        """A connection that has the lock of those who write."""
         with ExitStack() as failed:
             connection = failed.enter_context(self._engine.connect())
-            ((_, transaction),) = connection.exec_driver_sql(_BEGIN)
-            if self.fence is not None:
-                require_own(self.fence, connection.exec_driver_sql(NEWEST).first(), self.name)
+            connection.exec_driver_sql(_BEGIN)
             failed.pop_all()
-        return connection, transaction
+        return connection
 
-    def _commit(self, connection: Connection, transaction: str) -> None:
+    def _begun(self, note: tuple[str, int]) -> Connection:
+        """A connection that may write, whose transaction has this note: its writer, and its number among theirs."""
+        with ExitStack() as failed:
+            connection = failed.enter_context(self._locked())
+            newest = connection.exec_driver_sql(_NOTE, note).first()
+            if self.fence is not None:
+                require_own(self.fence, newest, self.name)
+            failed.pop_all()
+        return connection
+
+    def _commit(self, connection: Connection, note: tuple[str, int]) -> None:
         """Commit. Raises StoreUnavailableError if that was not done, or if nobody can be asked whether it was."""
         try:
             connection.commit()
         except StoreUnavailableError as error:
-            if not self._until_there(lambda: self._is_committed(transaction)):
+            if not self._until_there(lambda: self._is_committed(note)):
                 raise
             log.warning("the database has committed, though it could not say so: %s", error)
 
-    def _is_committed(self, transaction: str) -> bool:
-        with self._reads_once.connect() as connection:
-            status = connection.exec_driver_sql("SELECT pg_xact_status(%s::xid8)", (transaction,)).scalar()
-        if status == "in progress":
-            raise StoreUnavailableError(f"the database has not decided about transaction {transaction} yet; try again")
-        return status == "committed"
+    def _is_committed(self, note: tuple[str, int]) -> bool:
+        with self._locked() as connection:  # which its transaction has, while PostgreSQL is still about to commit it
+            return bool(connection.exec_driver_sql(_IS_COMMITTED, note).scalar())
 
     # ---- The database as a whole
 
@@ -242,6 +269,15 @@ class PostgreSQLDatabase:
     def give_back_space(self, spare_pages: int, most_pages: int) -> None:
         """Do nothing: PostgreSQL does it itself."""
 
+    def require_unicode(self, connection: Connection) -> None:
+        """Raise ConfigError if it cannot hold all texts."""
+        encoding = connection.exec_driver_sql("SHOW server_encoding").scalar()
+        if encoding != "UTF8":
+            raise ConfigError(
+                f"{self.name} has the encoding {encoding}, which cannot hold all texts; make another one: "
+                f"CREATE DATABASE {self._engine.url.database} ENCODING 'UTF8' TEMPLATE template0"
+            )
+
     def damaged(self, found: str) -> ConfigError:
         return damaged(self.name, found)
 
@@ -274,8 +310,10 @@ def open_postgresql(url: URL, busy_s: float = BUSY_S) -> PostgreSQLDatabase:
                     f"{database.name} is to be migrated for this version, and a server uses it: stop that server first"
                 )
 
-        with _usable(database), database.writing() as connection:
+        with _usable(database), database.opening() as connection:
+            database.require_unicode(connection)
             bring_to_our_version(connection, database.name, database.damaged, require_unused)
+            connection.exec_driver_sql(_FORGET)
         failed.pop_all()
     return database
 
@@ -285,6 +323,7 @@ def look_into_postgresql(url: URL) -> str:
     database = PostgreSQLDatabase(url, busy_s=0.0)
     try:
         with _usable(database), database.reading() as connection:
+            database.require_unicode(connection)
             if inspect(connection).get_table_names():
                 is_older(connection, database.name, database.damaged)
     finally:

@@ -226,6 +226,15 @@ lease = Table(
     Column("taken_at", Float, nullable=False),
 )
 
+# The last transaction that each thread of each process has committed, on PostgreSQL (`postgresql.py`).
+last_commits = Table(
+    "last_commits",
+    metadata,
+    Column("writer", Text, primary_key=True),
+    Column("number", Whole, nullable=False),
+    Column("noted_at", Float, nullable=False),
+)
+
 # Sums of an hour, which begins at a multiple of 3,600 s. Storage belongs to no session: there it is empty.
 usage = Table(
     "usage",

@@ -1,4 +1,4 @@
-"""The lease of the engine that may write."""
+"""The lease of the engine that may write, and what was committed last."""
 
 from alembic import op
 from sqlalchemy import BigInteger, Column, Float, Integer, Text
@@ -16,4 +16,10 @@ def upgrade() -> None:
         Column("number", _WHOLE, primary_key=True, autoincrement=False),
         Column("holder", Text, nullable=False),
         Column("taken_at", Float, nullable=False),
+    )
+    op.create_table(
+        "last_commits",
+        Column("writer", Text, primary_key=True),
+        Column("number", _WHOLE, nullable=False),
+        Column("noted_at", Float, nullable=False),
     )
