@@ -20,6 +20,7 @@ import pytest
 import tinker
 from rich.console import Console
 
+from tests.databases import run_sql
 from tests.rl.test_run import QUIET, chatty, config_of, logged
 from tests.running import PROGRAM, serving
 from tinsmith.models.tiny import write_tiny_model
@@ -101,10 +102,11 @@ def test_a_killed_run_that_is_started_again_goes_on_and_keeps_its_best_weights(s
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("is_lost", [False, True])
 def test_a_run_goes_on_when_its_worker_and_its_server_are_killed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_lost: bool
 ) -> None:
-    """It publishes again; as the model is gone with the server, it goes on from its last state.
+    """Its model comes back; if not, as after a power cut, it goes on from its last state.
 
     Its metrics have every step once.
     """
@@ -130,14 +132,17 @@ def test_a_run_goes_on_when_its_worker_and_its_server_are_killed(
         wait_for(6)
         server.process.kill()
         server.process.wait()
+        if is_lost:
+            run_sql(tmp_path / "data", "DELETE FROM history_events", "DELETE FROM histories")
         with serving(tmp_path, *options, "--port", url.rpartition(":")[2]) as again:
             again.wait_for_health()
             state = running.result()
     assert [line["step"] for line in logged(out)] == list(range(1, 21))
     assert (state.step, state) == (20, state_of(out))
     losses = [record.getMessage() for record in caplog.records if record.name == "tinsmith_rl.trainer"]
-    assert any("the server has lost weights or the model" in loss for loss in losses)
-    assert any(re.search(r"the run goes on from step \d+ with its last checkpoint, tinker://", loss) for loss in losses)
+    assert any("the server has lost weights or the model" in loss for loss in losses) or not is_lost
+    goes_on = r"the run goes on from step \d+ with its last checkpoint, tinker://"
+    assert any(re.search(goes_on, loss) for loss in losses) == is_lost
 
 
 def run_of(directory: Path, done: int, **sections: dict[str, Any]) -> RlConfig:
