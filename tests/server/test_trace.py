@@ -12,6 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tests.server.serving import Served, refused
 from tests.server.test_tenants import key, speaking
+from tinsmith.errors import ConfigError
 from tinsmith.observing.spans import DEVICE, OPERATIONS, PASSES, SAMPLES, Span
 from tinsmith.protocol.serving import Status
 from tinsmith.server.trace import KEPT_S, WAITING, Exporter, Trace, perfetto
@@ -121,6 +122,11 @@ def test_an_operation_is_a_trace_with_its_wait_its_run_and_its_passes() -> None:
     facts = {each.key: each.value.string_value for each in whole.attributes}
     assert (facts["tinsmith.request"], facts["tinsmith.outcome"]) == ("s:train:0/4", "ok")
     assert spans["samples sample"].trace_id != whole.trace_id
+
+
+def test_a_collector_that_has_no_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"otlp_endpoint='127\.0\.0\.1:4318' is no URL; give one such as http://"):
+        Exporter("127.0.0.1:4318")
 
 
 def test_a_collector_that_does_not_answer_stops_nobody_and_takes_no_memory() -> None:

@@ -99,7 +99,7 @@ class Ready(Message):
 class Recovering(Message):
     """A worker has ended.
 
-    What it had is failed in the log; its samples are lost. `Ready` follows when another has taken its place.
+    Its samples are lost; its models come back before `Ready`, which follows when another has taken its place.
     """
 
     reason: str

@@ -97,7 +97,9 @@ class Exporter:
     """
 
     def __init__(self, endpoint: str) -> None:
-        """Send to `endpoint`, by OTLP over HTTP. Raises ConfigError if the packages are missing."""
+        """Send to `endpoint`, by OTLP over HTTP. Raises ConfigError if that is no URL, or the packages are missing."""
+        if not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_endpoint={endpoint!r} is no URL; give one such as http://127.0.0.1:4318")
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource

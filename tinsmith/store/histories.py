@@ -3,7 +3,7 @@
 A history changes in the transaction of the outcome that the change belongs to. So after any crash, what operations are
 recorded to have done is in it, and nothing of the others but passes that they share.
 
-The newest engine alone may write: one before it, which was stopped and comes on, is refused.
+Which engine may write is the business of `fence.py`; here it is counted how often engines were started in vain.
 """
 
 import time
