@@ -136,11 +136,6 @@ def note_start(connection: Connection, place: str, left_work: bool) -> bool:
     idle = connection.execute(select(func.count()).where(engine_starts.c.left_work, since)).scalar_one()
     start = {"started_at": time.time(), "place": place, "left_work": left_work}
     connection.execute(insert(engine_starts), start)
-    oldest = newest_start(connection) - 2 * MOST_IDLE_STARTS
+    oldest = connection.execute(_NEWEST).scalar_one() - 2 * MOST_IDLE_STARTS
     connection.execute(delete(engine_starts).where(engine_starts.c.number < oldest))
     return bool(left_work and idle >= MOST_IDLE_STARTS)
-
-
-def newest_start(connection: Connection) -> int:
-    """Return the number of the engine that may write."""
-    return int(connection.execute(_NEWEST).scalar() or 0)
