@@ -3,8 +3,9 @@
 Published shapes with random weights in bfloat16, through `tinsmith serve` and the SDK; their files lie in memory.
 Parts:
 
-- dense    Qwen3-4B, LoRA of rank 32: steps of 4×1,024 tokens without copies and with the default's, and seconds from a
-           SIGKILL of the worker to the next finished step
+- dense    Qwen3-4B, LoRA of rank 32: seconds from a SIGKILL of the worker to the next finished step of 4×1,024 tokens;
+           and what a copy costs. Steps are compared by how many came since the last copy: the sum of what the median of
+           each of the first ones takes longer than that of the later ones, against the 5 s between copies by default.
 - experts  the second, Qwen3.6-35B-A3B
 - many     Qwen3-4B: 200 models of rank 8, each stepped in turn on one sequence of 1,024 tokens
 
@@ -17,6 +18,7 @@ import signal
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,11 +33,15 @@ from benchmarks.gpu.shapes import configuration, network_of, write_surroundings
 from benchmarks.gpu.user_day import Day, step
 from benchmarks.servers import API_KEY, random_datums
 from tests.running import serving
+from tinsmith.config import TrainingConfig
+from tinsmith.store.files import kept_copies
 
 BATCH = [32 if TINY else 1024] * 4
-STEPS = 8 if TINY else 100
+STEPS = 8 if TINY else 25
 DEATHS = 2
 MODELS = 6 if TINY else 200
+COPY_STEPS, COPIES_AFTER_S, LATE = (60, 0.5, 4) if TINY else (200, 2.4, 9)
+"""Steps, seconds of work before each copy, and the number of steps behind it of which none pays for it any more."""
 SETTLE_S = 10.0
 """Seconds before each death: another worker stands by then."""
 
@@ -67,19 +73,31 @@ def day_in(folder: Path, *options: str) -> Iterator[Day]:
 
 
 def dense() -> Cases:
-    """Steps without copies and with the default's, each against the median step of the same server; then deaths."""
-    data, mean_s, excess = random_datums(BATCH), dict[str, float](), dict[str, float]()
+    """Deaths, and the cost of a copy."""
     with folder_with("4B") as folder:
-        for name, options in (("without", ("--kept-copies-gib", "0")), ("default", ())):
-            with day_in(folder, *options) as day:
-                model = day.model()
-                times = [_seconds(model, data) for _ in range(STEPS + 3)][3:]
-                mean_s[name] = statistics.mean(times)
-                excess[name] = mean_s[name] / statistics.median(times)
-                if name == "default":
-                    yield "death", deaths(day, model)
-    found = {"without_s": mean_s["without"], "default_s": mean_s["default"]}
-    yield "cost", found | {"ratio": excess["default"] / excess["without"]}
+        with day_in(folder) as day:
+            yield "death", deaths(day, day.model())
+        with day_in(folder, "--replay-s", str(COPIES_AFTER_S)) as day:
+            yield "cost", cost(day.model(), folder / "data")
+
+
+def cost(model: tinker.TrainingClient, data_dir: Path) -> Figures:
+    """What a copy costs, from the steps after it."""
+    data, copied = random_datums(BATCH), set[int]()
+    kept = kept_copies(data_dir, model.get_info().model_id)
+    times = []
+    for _ in range(COPY_STEPS):
+        times.append(_seconds(model, data))
+        copied |= {int(each.name) // 2 - 1 for each in kept.glob("[0-9]*")}  # named by seq_id: two a step
+    after: dict[int, list[float]] = defaultdict(list)
+    since = LATE
+    for number, taken in enumerate(times):
+        since = 0 if number in copied else since + 1
+        if number > min(copied) + LATE:  # not the first steps, which compile
+            after[min(since, LATE)].append(taken)
+    late = statistics.median(after.pop(LATE))
+    cost_s = sum(statistics.median(each) - late for each in after.values())
+    return {"copies": len(copied), "late_s": late, "copy_s": cost_s, "ratio": 1 + cost_s / TrainingConfig.replay_s}
 
 
 def _seconds(model: tinker.TrainingClient, data: list[types.Datum]) -> float:
@@ -93,7 +111,7 @@ def deaths(day: Day, model: tinker.TrainingClient) -> Figures:
     data, seconds = random_datums(BATCH), list[float]()
     for _ in range(DEATHS):
         time.sleep(SETTLE_S)
-        for _ in range(STEPS // 4 + 1):
+        for _ in range(STEPS):
             step(model, data)
         os.kill(day.server.worker_pid(), signal.SIGKILL)
         seconds.append(_seconds(model, data))
