@@ -55,7 +55,8 @@ def folder_with(shape: str) -> Iterator[Path]:
         folder = Path(temporary)
         config = configuration(shape)
         network = network_of(config)
-        network.save_pretrained(write_surroundings(config, folder / "model"))
+        # In small files: each passes through the memory in which they all lie
+        network.save_pretrained(write_surroundings(config, folder / "model"), max_shard_size="4GB")
         del network
         release()
         patch.setenv("TRITON_CACHE_DIR", str(folder / "kernels"))
