@@ -21,17 +21,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tinker
-from tinker import types
 
 from benchmarks.gpu.measuring import DEVICE, TINY, Figures, begin, figure, isolated_series, release
 from benchmarks.gpu.sampling import SHARED_MEMORY
 from benchmarks.gpu.shapes import configuration, network_of, write_surroundings
 from benchmarks.gpu.user_day import Day, step
 from benchmarks.servers import API_KEY, random_datums
+from benchmarks.timing import seconds
 from tests.running import serving
 from tinsmith.config import TrainingConfig
 from tinsmith.store.files import kept_copies
@@ -74,10 +75,12 @@ def day_in(folder: Path, *options: str) -> Iterator[Day]:
 
 
 def dense() -> Cases:
-    """Deaths, and the cost of a copy."""
+    """Deaths, a new model, and the cost of a copy."""
     with folder_with("4B") as folder:
         with day_in(folder) as day:
             yield "death", deaths(day, day.model())
+            made = [seconds(lambda: day.model(rank=8)) for _ in range(9)]
+            yield "new_model", {"median_s": statistics.median(made), "slowest_s": max(made)}
         with day_in(folder, "--replay-s", str(COPIES_AFTER_S)) as day:
             yield "cost", cost(day.model(), folder / "data")
 
@@ -88,7 +91,7 @@ def cost(model: tinker.TrainingClient, data_dir: Path) -> Figures:
     kept = kept_copies(data_dir, model.get_info().model_id)
     times = []
     for _ in range(COPY_STEPS):
-        times.append(_seconds(model, data))
+        times.append(seconds(lambda: step(model, data)))
         copied |= {int(each.name) // 2 - 1 for each in kept.glob("[0-9]*")}  # named by seq_id: two a step
     after: dict[int, list[float]] = defaultdict(list)
     since = LATE
@@ -101,22 +104,16 @@ def cost(model: tinker.TrainingClient, data_dir: Path) -> Figures:
     return {"copies": len(copied), "late_s": late, "copy_s": cost_s, "ratio": 1 + cost_s / TrainingConfig.replay_s}
 
 
-def _seconds(model: tinker.TrainingClient, data: list[types.Datum]) -> float:
-    began = time.perf_counter()
-    step(model, data)
-    return time.perf_counter() - began
-
-
 def deaths(day: Day, model: tinker.TrainingClient) -> Figures:
     """Kill the worker after some steps, again and again; the step behind it is sent at once."""
-    data, seconds = random_datums(BATCH), list[float]()
+    data, taken = random_datums(BATCH), list[float]()
     for _ in range(DEATHS):
         time.sleep(SETTLE_S)
         for _ in range(STEPS):
             step(model, data)
         os.kill(day.server.worker_pid(), signal.SIGKILL)
-        seconds.append(_seconds(model, data))
-    return {"median_s": statistics.median(seconds), "slowest_s": max(seconds)}
+        taken.append(seconds(lambda: step(model, data)))
+    return {"median_s": statistics.median(taken), "slowest_s": max(taken)}
 
 
 def experts() -> Cases:
@@ -129,15 +126,9 @@ def many() -> Cases:
     """Two rounds over all models: every one is made, stepped, and found again."""
     data = random_datums(BATCH[:1])
     with folder_with("4B") as folder, day_in(folder) as day:
-        began = time.perf_counter()
-        models = [day.model(rank=8) for _ in range(MODELS)]
-        made_s = (time.perf_counter() - began) / MODELS
-        rounds = []
-        for _ in range(2):
-            began = time.perf_counter()
-            for model in models:
-                step(model, data)
-            rounds.append((time.perf_counter() - began) / MODELS)
+        models: list[tinker.TrainingClient] = []
+        made_s = statistics.mean(seconds(lambda: models.append(day.model(rank=8))) for _ in range(MODELS))
+        rounds = [statistics.mean(seconds(partial(step, model, data)) for model in models) for _ in range(2)]
     yield "", {"models": MODELS, "made_s": made_s, "first_step_s": rounds[0], "step_s": rounds[1]}
 
 
