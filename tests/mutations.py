@@ -102,6 +102,20 @@ MUTATIONS = (
         ("tests/training/test_tensor_files.py",),
     ),
     Mutation(
+        "a copy of an adapter names its matrices in another order than that of its memory",
+        "tinsmith/training/tensor_files.py",
+        "for end in endings for place in form.order}",
+        "for end in endings for place in sorted(form.order)}",
+        ("tests/training/test_tensor_files.py",),
+    ),
+    Mutation(
+        "a copy of an adapter goes on to train",
+        "tinsmith/training/backend.py",
+        """{"": model.weights.flat.clone()}""",
+        """{"": model.weights.flat}""",
+        (CHECKPOINT,),
+    ),
+    Mutation(
         "a base model whose files have changed is not checked again",
         "tinsmith/worker/bases.py",
         "    if again and not why:",
@@ -733,8 +747,8 @@ MUTATIONS = (
     Mutation(
         "AdamW's moments are not saved",
         "tinsmith/training/backend.py",
-        "copy_beside(about, model.weights, model.copied_moments() if optimizer else None)",
-        "copy_beside(about, model.weights, dict if optimizer else None)",
+        "SavedState(about, masters, model.copied_moments() if optimizer else None)",
+        "SavedState(about, masters, {} if optimizer else None)",
         (CHECKPOINT,),
     ),
     Mutation(

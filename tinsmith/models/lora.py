@@ -96,10 +96,14 @@ class AdapterForm:
         tensors = self.cut(flat)
         return {name: LoraPair(a, b) for name, a, b in zip(self.names, tensors[::2], tensors[1::2], strict=True)}
 
+    @cached_property
+    def tensor_names(self) -> list[str]:
+        """The matrices' names, MODULE.a and MODULE.b."""
+        return [f"{name}.{part}" for name in self.names for part in LoraPair._fields]
+
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """The same as MODULE.a and MODULE.b."""
-        names = [f"{name}.{part}" for name in self.names for part in LoraPair._fields]
-        return dict(zip(names, self.cut(flat), strict=True))
+        """Views of a buffer by these names."""
+        return dict(zip(self.tensor_names, self.cut(flat), strict=True))
 
 
 @dataclass(eq=False, repr=False)

@@ -15,7 +15,7 @@ from tinsmith.models.full import FullWeights, Weights, new_compact_weights, new_
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.machine import free_memory
 from tinsmith.protocol.shapes import AdamSettings, LoraShape, WeightsRef
-from tinsmith.training.checkpoint import About, SavedState, copy_beside, copy_to_host, weights_from
+from tinsmith.training.checkpoint import About, SavedState, copy_to_host, weights_from
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.losses import DatumResult, DatumWork
 from tinsmith.training.model_memory import ModelMemory
@@ -26,6 +26,7 @@ from tinsmith.training.parallel.joint_work import failing_on_all
 from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sequence_parallel import SequenceParallel
 from tinsmith.training.pass_runner import PassResult, PassRunner, not_loaded
+from tinsmith.training.tensor_files import AdapterTensors
 
 __all__ = ["DatumResult", "DatumWork", "LocalBackend", "PassResult"]
 
@@ -192,7 +193,8 @@ class LocalBackend:
         size = model.weights.parameter_count * 4 * (3 if optimizer and model.has_moments else 1)
         has_room = size <= free_memory(self.base.device) - self.memory.promised()
         if has_room and isinstance(model, ModelOptimizer) and isinstance(model.weights, Adapter):
-            return copy_beside(about, model.weights, model.copied_moments() if optimizer else None)
+            masters = AdapterTensors(model.weights.form, {"": model.weights.flat.clone()})
+            return SavedState(about, masters, model.copied_moments() if optimizer else None)
         self.memory.require("the copy that is saved", size, torch.device("cpu"))
         return copy_to_host(about, model.weights, model.moments() if optimizer else None)
 

@@ -13,10 +13,9 @@ Gradients that wait for their optim_step are no part of it. `store/files.py` mak
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,32 +80,6 @@ class SavedState:
         """Copy to host memory what does not lie there. Any thread may do this, and waits for the device alone."""
         moments = None if self.moments is None else copied(self.moments)
         return SavedState(self.about, copied(self.tensors), moments)
-
-
-class NamedLater(Mapping[str, Tensor]):
-    """Tensors by name, of which `make` makes views when the first is asked for: that takes longer than to copy them."""
-
-    def __init__(self, make: Callable[[], dict[str, Tensor]]) -> None:
-        self._make = make
-
-    @cached_property
-    def _made(self) -> dict[str, Tensor]:
-        return self._make()
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-
-def copy_beside(about: About, weights: Adapter, moments: Callable[[], dict[str, Tensor]] | None) -> SavedState:
-    """Copy weights on the device in few operations, to be saved with `moments`; the host does not wait."""
-    masters = NamedLater(partial(weights.form.named, weights.flat.clone()))
-    return SavedState(about, masters, None if moments is None else NamedLater(moments))
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,9 @@ from tinsmith.kernels.adamw_formula import Factors
 from tinsmith.kernels.dispatch import on_kernels
 from tinsmith.memory.budget import full_bytes
 from tinsmith.models.full import FullWeights, SplitMasters, Weights
+from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import AdamSettings
+from tinsmith.training.tensor_files import AdapterTensors
 from tinsmith.training.update_check import ENTRIES, Bounds, clip_scale, configure, require_finite_step
 
 # Gradients of one model, accumulated over passes until a step takes them.
@@ -197,31 +199,29 @@ class ModelOptimizer:
 
     def moments(self) -> dict[str, Tensor]:
         """AdamW's own tensors, as TENSOR.step, TENSOR.exp_avg and TENSOR.exp_avg_sq; empty before the first step."""
-        return self._named(self._states)
-
-    def copied_moments(self) -> Callable[[], dict[str, Tensor]]:
-        """Copy the moments, where they lie, in few operations. What is returned gives the copies their names."""
-        return partial(self._named, [{name: each.clone() for name, each in state.items()} for state in self._states])
-
-    @property
-    def has_moments(self) -> bool:
-        """Whether a step has been taken."""
-        return bool(self._states)
-
-    @property
-    def _states(self) -> list[dict[str, Tensor]]:
-        """AdamW's tensors for each buffer; none before the first step."""
         states = [self.adamw.state[buffer] for buffer in self.weights.buffers()]
-        return states if all(states) else []
-
-    def _named(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        if not states:
+        if not all(states):
             return {}
         firsts, seconds = (self.weights.cut([state[entry] for state in states]) for entry in ENTRIES)
         found: dict[str, Tensor] = {}
         for name, first, second in zip(self.weights.named_tensors(), firsts, seconds, strict=True):
             found |= {f"{name}.step": states[0]["step"], f"{name}.exp_avg": first, f"{name}.exp_avg_sq": second}
         return found
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether a step has been taken."""
+        return all(self.adamw.state[buffer] for buffer in self.weights.buffers())
+
+    def copied_moments(self) -> AdapterTensors:
+        """Copy an adapter's moments, where they lie, in few operations."""
+        assert isinstance(self.weights, Adapter)
+        state = self.adamw.state[self.weights.flat]
+        if not state:
+            return AdapterTensors(self.weights.form, {})
+        return AdapterTensors(
+            self.weights.form, {f".{entry}": state[entry].clone() for entry in ENTRIES}, state["step"].clone()
+        )
 
     @property
     def unclaimed(self) -> int:

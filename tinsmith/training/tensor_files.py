@@ -7,6 +7,7 @@ that trains.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.kernels.device import pieces_on_host
+from tinsmith.models.lora import AdapterForm
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of safetensors for the precisions of weights and moments."""
@@ -46,11 +48,64 @@ class TensorFile:
         return cls(header, {name: len(header) + end for name, end in zip(entries, ends, strict=False)})
 
 
+class AdapterTensors(Mapping[str, Tensor]):
+    """Buffers that are cut as an adapter's are, into tensors that are views, made when the first is asked for.
+
+    To make thousands of them keeps Python's lock for longer than it takes to copy and to write the buffers.
+    """
+
+    def __init__(self, form: AdapterForm, buffers: Mapping[str, Tensor], step: Tensor | None = None) -> None:
+        """`buffers` [parameter_count] float32 by the ending of their tensors' names; `step` [] is of all matrices."""
+        self.form = form
+        self.buffers = buffers
+        self.step = step
+
+    @cached_property
+    def _named(self) -> dict[str, Tensor]:
+        found = {
+            f"{name}{end}": each for end, flat in self.buffers.items() for name, each in self.form.named(flat).items()
+        }
+        return found if self.step is None else found | dict.fromkeys(_steps(self.form), self.step)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def runs(self) -> Iterator[tuple[Tensor, int]]:
+        """The bytes behind the header, as `_runs` gives them."""
+        for flat in self.buffers.values():
+            yield _bytes_of([flat]), 1
+        if self.step is not None:
+            yield _bytes_of([self.step]), len(_steps(self.form))
+
+
+def _steps(form: AdapterForm) -> list[str]:
+    return [f"{name}.step" for name in form.tensor_names]
+
+
+@lru_cache(maxsize=64)
+def _adapter_header(form: AdapterForm, endings: tuple[str, ...], has_step: bool) -> bytes:
+    """The header of a file of `AdapterTensors`."""
+    names = form.tensor_names
+    kinds = {f"{names[place]}{end}": (torch.float32, form.shapes[place]) for end in endings for place in form.order}
+    steps = dict.fromkeys(_steps(form), (torch.float32, torch.Size())) if has_step else {}
+    return TensorFile.of(kinds | steps).header
+
+
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a file of tensors; any thread may do this. Raises OSError.
 
     Those of one memory stand in its order, and memories in the order of the names in them.
     """
+    if isinstance(tensors, AdapterTensors):
+        header = _adapter_header(tensors.form, tuple(tensors.buffers), tensors.step is not None)
+        _write(header, tensors.runs(), path)
+        return
     whole = {name: tensor.detach().contiguous() for name, tensor in sorted(tensors.items())}
     names: dict[int, str] = {}
     for name, tensor in whole.items():
@@ -60,9 +115,14 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         return -item[1].itemsize, names[_memory(item[1])], item[1].data_ptr()
 
     whole = dict(sorted(whole.items(), key=place))
+    header = TensorFile.of({name: (tensor.dtype, tensor.shape) for name, tensor in whole.items()}).header
+    _write(header, _runs(list(whole.values())), path)
+
+
+def _write(header: bytes, runs: Iterator[tuple[Tensor, int]], path: Path) -> None:
     with path.open("wb") as file:
-        file.write(TensorFile.of({name: (tensor.dtype, tensor.shape) for name, tensor in whole.items()}).header)
-        for run, times in _runs(list(whole.values())):
+        file.write(header)
+        for run, times in runs:
             for piece in pieces_on_host(run):
                 file.write(piece.numpy().data if times == 1 else piece.numpy().tobytes() * times)
 
