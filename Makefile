@@ -10,6 +10,7 @@
 # make chaos            kill workers, engines, servers and parsers at random moments of SFT and RL runs, whose curves must not change (an hour; 8 minutes on 16 processors)
 # make invariants       print what Tinsmith promises, and which test guards it
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
+# make test-wheel       build the wheels, install them into an empty environment, and run the demo there
 # make test-distributed  run the tests of several workers alone; they are part of `make test`
 # make test-gpu         run the numerical tests on this machine's GPU, and keep their output in benchmarks/results/
 # make test-gpus        run the tests of several workers with a GPU for each, which needs two or more, and keep their output there too
@@ -29,6 +30,7 @@ RECIPES_VENV := .venv-recipes
 RECIPES_STAMP := $(RECIPES_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+WHEEL_VENV := .venv-wheel
 # Of serving: object stores and vLLM servers.
 SERVING_EXTRAS := s3,vllm-client
 PROTO := tinsmith/wire/tinker.proto
@@ -36,7 +38,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev environments demo test test-slow test-all mutations chaos invariants test-oldest test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
+.PHONY: setup dev environments demo test test-slow test-all mutations chaos invariants test-oldest test-distributed test-recipes test-vllm test-gpu test-gpus test-rl test-wheel lint format typecheck proto clean
 
 # $(call install,PROJECTS): this project with some of its optional groups, and the one in rl/. Wheels only and exact versions: nothing is
 # built, and no newer torch is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -151,6 +153,15 @@ test-rl: $(DEV_STAMP) $(RECIPES_STAMP)
 	PYTHONPATH=$$(echo $(RECIPES_VENV)/lib/python3*/site-packages) $(PYTHON) -m pytest tests/rl/test_tinker_cookbook.py
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest tests/rl_runs --durations 0 --durations-min 1
 
+# From another folder, so that nothing but the wheels can be imported.
+test-wheel:
+	rm -rf dist $(WHEEL_VENV)
+	python3 -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist . ./rl
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --only-binary :all: --constraint constraints.txt --no-compile \
+		dist/tinsmith_rl-*.whl "$$(echo dist/tinsmith-*.whl)[demo]"
+	cd dist && ../$(WHEEL_VENV)/bin/python ../examples/digits.py
+
 lint: $(LINT_STAMP)
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
@@ -166,4 +177,4 @@ proto: $(DEV_STAMP)
 	$(PYTHON) -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
 
 clean:
-	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) $(OLDEST) demo-output recipes-output rl-output build dist *.egg-info rl/build rl/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) $(WHEEL_VENV) $(OLDEST) demo-output recipes-output rl-output build dist *.egg-info rl/build rl/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
