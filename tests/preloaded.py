@@ -46,6 +46,9 @@ MOST_NUMBERS = 2**16
 DIRECTORY = "TINSMITH_TEST_PRELOADED"
 """The environment variable that names the directory of the small program to all processes of a test run."""
 
+FIRST = "TINSMITH_TEST_FIRST"
+"""The environment variable that names a module for such a process to import before it runs its program."""
+
 PRELOADED = (
     "alembic.context",
     "hypothesis",
@@ -276,6 +279,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         io.TextIOWrapper(io.BufferedWriter(io.FileIO(number, "w", closefd=False)), line_buffering=True)
         for number in (1, 2)
     )
+    if FIRST in os.environ:
+        import_module(os.environ[FIRST])
     program = request["pid"]
     os.getppid = lambda: _parent_of(program)
     try:

@@ -304,6 +304,7 @@ def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> N
         ["export", "tinker://a/weights/b", "new"],
         ["import", "adapter", "name", "--base-model", "org/model"],
         ["backup", "new"],
+        ["restore", "old"],
     ],
 )
 def test_what_writes_a_directory_ends_in_order(

@@ -659,6 +659,25 @@ def backup(
 
 
 @app.command()
+def restore(
+    directory: Annotated[
+        Path, typer.Argument(parser=_path, metavar="DIR", help="Directory that `tinsmith backup` has made.")
+    ],
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Make a data directory, which must be empty or not exist yet, of a backup, which stays as it is.
+
+    Every checkpoint is compared with its digests. Models that were loaded when the backup was made are lost: go on from
+    their checkpoints.
+    """
+    _end_in_order()
+    from tinsmith.commands.backup import back_up
+
+    for line in back_up(directory, data_dir):
+        typer.echo(line)
+
+
+@app.command()
 def recover(
     checkpoint_root: Annotated[
         str,

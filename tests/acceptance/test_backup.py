@@ -1,4 +1,4 @@
-"""`tinsmith backup` beside a server that saves meanwhile, and a server on the copy.
+"""`tinsmith backup` beside a server that saves meanwhile, and a server on what `tinsmith restore` makes of the copy.
 
 Invariant: A backup beside a server that saves holds all that was acknowledged before; complete files without a row are
 registered again. Also: `tests/commands/test_backup.py`, `tests/commands/test_recover.py`.
@@ -43,7 +43,10 @@ def test_a_copy_that_is_taken_while_clients_save_holds_all_that_was_acknowledged
             assert done.returncode == 0, done.stderr
         stop.set()
         client.join()
-    with ready(tmp_path / "copy1", *text_only) as server, without_sdk(server) as http:
+    restored = tmp_path / "restored" / "data"
+    done = tinsmith_here("restore", str(tmp_path / "copy1" / "data"), "--data-dir", str(restored))
+    assert done.returncode == 0, done.stderr
+    with ready(restored.parent, *text_only) as server, without_sdk(server) as http:
         listed = {checkpoint["tinker_path"] for checkpoint in http.get("checkpoints").json()["checkpoints"]}
         assert before <= listed
         for path in sorted(listed & set(expected)):

@@ -23,6 +23,7 @@ from tinsmith.store.catalog import delete_checkpoint, every_checkpoint, purge_ch
 from tinsmith.store.database import URL_FILE
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.recorded_sequences import RecordedSequences
+from tinsmith.store.records import HistoryChange
 from tinsmith.store.store import Store, sweep
 
 
@@ -77,6 +78,31 @@ def test_the_copy_needs_nothing_else(data: Path, tmp_path: Path) -> None:
         "signing.key",
         "samples.journal",
     }
+
+
+def test_what_is_restored_is_what_was_copied_and_damage_is_found(data: Path, tmp_path: Path) -> None:
+    backup, restored = tmp_path / "backup", tmp_path / "restored"
+    printed("backup", data, str(backup))
+    done = tinsmith_here("restore", str(backup), "--data-dir", str(data))
+    assert (done.returncode, "is not an empty directory; name a new one" in done.stderr) == (2, True)
+    printed("restore", restored, str(backup))
+    rows, copied = every_checkpoint(Store.open(data)), every_checkpoint(Store.open(restored))
+    assert [row.tinker_path for row in copied] == [row.tinker_path for row in rows]
+    assert (restored / "signing.key").read_bytes() == b"k" * 32
+    damaged = Path(CheckpointFiles(backup).shown(copied[0].directory)) / "adapter.safetensors"
+    os.truncate(damaged, 5)
+    done = tinsmith_here("restore", str(backup), "--data-dir", str(tmp_path / "again"))
+    assert (done.returncode, f"{damaged} is damaged: it has 5 bytes" in done.stderr) == (2, True)
+
+
+def test_no_model_comes_back_in_a_copy_which_lacks_its_files(tmp_path: Path) -> None:
+    """Wherever it is served: a copy that is put where the original was has its name."""
+    store = with_model(tmp_path / "data")
+    store.fail_unfinished("the server starts", "here")
+    store.record([done(0), HistoryChange(MODEL, {"needed_from": 0}, begins=True)])
+    list(back_up(tmp_path / "data", tmp_path / "copy"))
+    for directory, left in (("data", {MODEL}), ("copy", set())):
+        assert Store.open(tmp_path / directory).fail_unfinished("the server stopped", "here") == left
 
 
 def test_images_of_operations_are_copied_and_no_operation_is_kept_without_them(

@@ -22,6 +22,7 @@ from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, Done, EndSession, Saving, Shutdown
+from tinsmith.store.postgresql import PostgreSQLDatabase
 from tinsmith.store.records import Outcome
 from tinsmith.store.sqlite import SQLiteDatabase
 from tinsmith.store.store import Store
@@ -47,8 +48,8 @@ def unreadable(here: Here) -> Iterator[None]:
 
     It keeps the connection that holds the log in its place.
     """
-    for name in ("_normal", "_durable") if isinstance(here.store._database, SQLiteDatabase) else ("_engine",):
-        getattr(here.store._database, name).dispose()
+    assert isinstance(here.store._database, SQLiteDatabase | PostgreSQLDatabase)
+    here.store._database._engine.dispose()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.server.serving import Served, forward_backward_body, refused, served
 from tests.server.test_tenants import key, speaking
+from tinsmith.errors import StoreUnavailableError
 from tinsmith.protocol.serving import SampleDone, SampleFailed, SampleStopped
 from tinsmith.server import budgets, queued_operations
 from tinsmith.store.keys import add_key
@@ -97,8 +98,8 @@ async def test_a_budget_begins_anew_with_the_day_and_outlives_the_server(
 ) -> None:
     async with served(tmp_path) as server:
         text = add_key(server.store, key("team", gpu_seconds_a_day=10.0))
-        add_usage(server.store, {("team", "tiny", "s"): Used(gpu_seconds=10.0)})
-        add_usage(server.store, {("other", "tiny", "s"): Used(gpu_seconds=99.0)})
+        add_usage(server.store, {("team", "tiny", "s"): Used(gpu_seconds=10.0)}, "a", 1)
+        add_usage(server.store, {("other", "tiny", "s"): Used(gpu_seconds=99.0)}, "a", 2)
     async with served(tmp_path) as server, speaking(server, text) as team:
         sampler, body = await team.new_sampler(), sample("", 0)
         over = await team.refusal("asample", body | {"sampling_session_id": sampler}, 429)
@@ -122,6 +123,26 @@ async def test_what_is_cancelled_counts_against_the_gpu_seconds_of_a_day(
         assert "has used 10.0 GPU-seconds today" in over
     await server.hub.budgets.flush()
     assert [each.used for each in used_between(server.store, NOON, NOON + 3600)] == [Used(gpu_seconds=10.0)]
+
+
+async def test_what_samples_have_used_counts_once_though_nobody_knows_whether_it_was_written(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when PostgreSQL is away for long in the middle of a commit, and samples go on."""
+    owner, failing = ("team", "tiny", "s"), iter([True, True])
+
+    def unheard(*arguments: Any) -> None:
+        add_usage(*arguments)
+        if next(failing, False):
+            raise StoreUnavailableError("the connection broke")
+
+    monkeypatch.setattr(budgets, "add_usage", unheard)
+    for _ in range(2):
+        server.hub.budgets.add(owner, Used(sampled_tokens=3))
+        with pytest.raises(StoreUnavailableError):
+            await server.hub.budgets.flush()
+    await server.hub.budgets.flush()
+    assert [each.used for each in used_between(server.store, NOON, NOON + 3600)] == [Used(sampled_tokens=6)]
 
 
 async def test_a_tenant_has_so_many_sequences_operations_and_models_at_a_time(server: Served, sent: list[Any]) -> None:

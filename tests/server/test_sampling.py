@@ -21,6 +21,7 @@ import orjson
 import pytest
 
 from tests.server.serving import Served, refused, served
+from tests.store.power_cut import recorded
 from tinsmith.config import ServerConfig
 from tinsmith.errors import BackpressureError, ConfigError, NotFoundError, UserError
 from tinsmith.protocol.messages import Message
@@ -400,6 +401,23 @@ def test_the_journal_of_samples_stays_short_and_ignores_a_record_that_was_cut_of
         journal.add(f"s:sample:0/{number}")
     monkeypatch.setattr("tinsmith.server.sample_journal._MOST_BYTES", 3 * len(encode({"waits": "s:sample:0/0"})))
     assert list(SampleJournal(tmp_path).waiting) == [f"s:sample:0/{number}" for number in (7, 8, 9)]  # the newest
+
+
+async def test_samples_that_were_acknowledged_are_in_the_journal_after_a_power_cut(tmp_path: Path) -> None:
+    """Those that come together share a sync; one that comes while another syncs has the next."""
+    with recorded() as disk:
+        (tmp_path / "data").mkdir()
+        journal = SampleJournal(tmp_path / "data")
+        synced: list[None] = []
+        disk.before_each = lambda: synced.append(None)
+        for numbers in (range(1, 4), range(4, 6)):
+            for number in numbers:
+                journal.add(f"s:sample:0/{number}")
+            await asyncio.gather(*(journal.settle() for _ in numbers))
+            disk.cut(tmp_path / "data", left := tmp_path / str(numbers[-1]))
+            waiting = [f"s:sample:0/{number}" for number in range(1, numbers[-1] + 1)]
+            assert list(SampleJournal(left).waiting) == waiting
+    assert len([*synced]) == 2 + 2 * 2  # and two for each of the journals that were read here
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.databases import locked, run_sql
 from tests.preloaded import REAL_PYTHON
+from tests.store.power_cut import recorded
 from tests.store.test_commands import DESCRIPTION, MODEL, SESSION, create_command, done, step
 from tinsmith.errors import StoreUnavailableError, TinsmithError
 from tinsmith.store.blobs import BlobFiles
@@ -93,6 +95,29 @@ def test_a_crash_between_file_and_row_leaves_a_file_that_the_next_start_deletes(
     assert [file.size for file in store.unused_blobs()] == [len(DATA)]
     store.fail_unfinished("the server stopped")
     assert blobs_in(tmp_path) == []
+
+
+def test_an_image_is_on_the_disk_before_the_row_that_needs_it(tmp_path: Path) -> None:
+    """Whenever the power fails: one that is new, and one that another command has already."""
+    cuts: list[Path] = []
+
+    def cut() -> None:
+        cuts.append(tmp_path / f"cut {len(cuts)}")
+        disk.cut(tmp_path / "data", cuts[-1])
+
+    with recorded() as disk:
+        store = with_model(tmp_path / "data")
+        disk.before_each = cut
+        for seq_id in (1, 2):
+            store.append([step(seq_id, images=IMAGE)])
+        cut()
+    found = list[int]()
+    for left in cuts:
+        with closing(Store.open(left)) as after:
+            needed = [digest for command in after.queued(MODEL) for digest in command.image_digests]
+            assert [after.blobs.read(digest) for digest in needed] == [DATA] * len(needed)
+            found.append(len(needed))
+    assert (found[0], found[-1]) == (0, 2)
 
 
 def test_what_was_never_finished_goes_after_a_day(store: Store, tmp_path: Path) -> None:

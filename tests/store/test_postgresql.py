@@ -17,16 +17,17 @@ from typing import Literal
 import pytest
 
 from tests.databases import PostgreSQL, run_sql, running
+from tests.store.power_cut import recorded
 from tests.store.test_commands import DESCRIPTION, MODEL, SESSION, create_command, done, step
 from tests.store.test_store import next_version
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store import schema
 from tinsmith.store.catalog import SessionFilter, describe_session, search_sessions
-from tinsmith.store.database import URL_FILE, look_into, open_database, use_database
+from tinsmith.store.database import URL_FILE, database_url, look_into, open_database, use_database
 from tinsmith.store.lease import take_lease
 from tinsmith.store.postgresql import WRITERS
 from tinsmith.store.records import Outcome, Used
-from tinsmith.store.sqlite import FILE_NAME
+from tinsmith.store.sqlite import FILE_NAME, open_sqlite
 from tinsmith.store.store import Store
 from tinsmith.store.usage import add_usage, total, used_between
 
@@ -96,7 +97,7 @@ def test_a_commit_whose_answer_is_lost_is_applied_once(
     store: Store, wire: Wire, cut: Literal["after", "answered"], caplog: pytest.LogCaptureFixture
 ) -> None:
     wire.cut = cut
-    add_usage(store, AMOUNT)
+    add_usage(store, AMOUNT, "a", 1)
     assert "the database has committed, though it could not say so" in caplog.text
     assert total(used_between(store, 0, time.time() + 1)) == Used(trained_tokens=7)
 
@@ -104,9 +105,9 @@ def test_a_commit_whose_answer_is_lost_is_applied_once(
 def test_a_commit_that_never_arrives_is_not_applied(store: Store, wire: Wire) -> None:
     wire.cut = "before"
     with pytest.raises(StoreUnavailableError, match="look whether PostgreSQL runs and can be reached"):
-        add_usage(store, AMOUNT)
+        add_usage(store, AMOUNT, "a", 1)
     assert total(used_between(store, 0, time.time() + 1)) == Used()
-    add_usage(store, AMOUNT)
+    add_usage(store, AMOUNT, "a", 1)
     assert total(used_between(store, 0, time.time() + 1)) == Used(trained_tokens=7)
 
 
@@ -143,7 +144,7 @@ def test_what_a_slow_commit_comes_to_is_waited_for(store: Store, wire: Wire, tmp
     run_sql(tmp_path, SLOW_COMMIT.format("usage"))
     wire.cut = "after"
     began = time.monotonic()
-    add_usage(store, AMOUNT)
+    add_usage(store, AMOUNT, "a", 1)
     assert time.monotonic() - began > 1.4
     assert total(used_between(store, 0, time.time() + 1)) == Used(trained_tokens=7)
 
@@ -153,8 +154,9 @@ def test_nobody_waits_for_a_slow_commit_longer_than_for_a_lock(store: Store, wir
     with closing(Store.open(tmp_path, busy_s=0.2)) as impatient:
         wire.cut = "after"
         with pytest.raises(StoreUnavailableError, match="another program has locked it"):
-            add_usage(impatient, AMOUNT)
+            add_usage(impatient, AMOUNT, "a", 1)
     assert store.append([step(1)]) == [True]  # behind the slow one, which is in
+    add_usage(store, AMOUNT, "a", 1)  # as one does that does not know
     assert total(used_between(store, 0, time.time() + 1)) == Used(trained_tokens=7)
 
 
@@ -278,7 +280,12 @@ def test_texts_that_postgresql_cannot_hold_are_shown_instead(store: Store) -> No
 
 def test_a_data_directory_keeps_the_url_of_its_database(postgresql: PostgreSQL, tmp_path: Path) -> None:
     url = postgresql.url(postgresql.new_database())
-    use_database(tmp_path / "data", url)
+    with recorded() as disk:
+        use_database(tmp_path / "data", url)
+    disk.cut(tmp_path / "data", tmp_path / "after a power cut")
+    assert database_url(tmp_path / "after a power cut") == database_url(tmp_path / "data")
+    with pytest.raises(ConfigError, match=r"tinsmith\.db is damaged: file is not a database"):
+        open_sqlite(tmp_path / "data", 0.1)  # as a Tinsmith does that knows no other database
     assert stat.S_IMODE((tmp_path / "data" / URL_FILE).stat().st_mode) == 0o600
     for again in ("", url, url.replace("tinsmith@", "tinsmith:secret@")):
         use_database(tmp_path / "data", again)

@@ -1,8 +1,9 @@
-"""`tinsmith backup`: copies a data directory, also while a server uses it.
+"""`tinsmith backup`: copies a data directory, also while a server uses it; and `restore`, which copies it back.
 
 The database comes first, in the state of one moment, then images whose operations have not ended. Checkpoints never
 change and come last; for one that a client replaces meanwhile, the new one is copied. Those elsewhere
-(`--checkpoint-root`) are copied into the copy's data directory.
+(`--checkpoint-root`) are copied into the copy's data directory. Kept copies are left out: models that were loaded are
+lost there, wherever it is served.
 """
 
 import shlex
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from tinsmith.config_values import require_empty
 from tinsmith.errors import ConfigError, NotFoundError, TinsmithError, translated
-from tinsmith.store import catalog, disk, recorded_sequences
+from tinsmith.store import catalog, disk, histories, recorded_sequences
 from tinsmith.store.database import database_url, require_data, without_password
 from tinsmith.store.disk import make_directory
 from tinsmith.store.files import CheckpointFiles, whole_directory
@@ -63,6 +64,7 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
             _copy_database(data_dir / FILE_NAME, copy / FILE_NAME)
             _copy_files(data_dir, copy)
             with opened(data_dir) as source, opened(copy) as store:
+                histories.forget_engines(store)
                 store.copy_blobs_from(source)
                 yield from _copy_checkpoints(
                     _Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems

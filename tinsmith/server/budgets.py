@@ -8,6 +8,7 @@ devices are known only afterwards: what is under way when they are used up still
 import asyncio
 import logging
 import time
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,11 @@ class Budgets:
         self._today: defaultdict[str, Used] = defaultdict(Used)
         self._unwritten: defaultdict[Owned, Used] = defaultdict(Used)
         self._flushing: asyncio.Task[None] | None = None
+        self._writer = f"usage {uuid.uuid4().hex}"
+        self._number = 0
+        """Of what is written, which stays as it is until that is known to be done."""
+        self._writing: Mapping[Owned, Used] = {}
+        self._turn = asyncio.Lock()
 
     async def reserve(
         self, request_id: str, caller: Caller, owner: Owned, tokens: int, sequences: int = 0, binds: bool = True
@@ -120,7 +126,7 @@ class Budgets:
         self._day, self._today = day, defaultdict(Used)
         for each in used:
             self._today[each.tenant] = self._today[each.tenant].plus(each.used)
-        for (tenant, _, _), amount in self._unwritten.items() if used else ():
+        for (tenant, _, _), amount in [*self._unwritten.items(), *self._writing.items()] if used else ():
             self._today[tenant] = self._today[tenant].plus(amount)
 
     def release(self, request_id: str, used: Used | None = None) -> None:
@@ -164,20 +170,20 @@ class Budgets:
         self._day = 0
 
     async def _flush_later(self) -> None:
-        while self._unwritten:
+        while self._unwritten or self._writing:
             await asyncio.sleep(_FLUSH_S)
             with reported(StoreUnavailableError, _log_unwritten):
                 await self.flush()
 
     async def flush(self) -> None:
         """Write what samples have used. Raises StoreUnavailableError, and keeps it for later."""
-        amounts, self._unwritten = self._unwritten, defaultdict(Used)
-        try:
-            await self._store.write(add_usage, amounts)
-        except StoreUnavailableError:
-            for owner, amount in amounts.items():
-                self._unwritten[owner] = self._unwritten[owner].plus(amount)
-            raise
+        async with self._turn:
+            while self._unwritten or self._writing:
+                if not self._writing:
+                    self._writing, self._unwritten = self._unwritten, defaultdict(Used)
+                    self._number += 1
+                await self._store.write(add_usage, self._writing, self._writer, self._number)
+                self._writing = {}
 
 
 def _log_unwritten(error: StoreUnavailableError) -> None:

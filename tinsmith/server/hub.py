@@ -1,7 +1,6 @@
 """State that the routes share."""
 
 import asyncio
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from tinsmith.errors import EngineUnavailableError, NotFoundError, UserError
 from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.own_directory import boot_name
 from tinsmith.protocol.serving import (
     Done,
     EndSession,
@@ -116,9 +114,11 @@ def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
 
 
 def place_of(data_dir: Path) -> str:
-    """A name for this start of the machine and this data directory, with the files that are there and not synced."""
-    found = data_dir.stat()
-    return f"{boot_name() or uuid.uuid4().hex}:{found.st_dev}:{found.st_ino}"
+    """A name for this data directory, in which kept copies lie: a copy of it, or one that was moved, has another.
+
+    Not its device, which may have another number when the machine has started again.
+    """
+    return f"{data_dir.stat().st_ino}:{data_dir.resolve()}"
 
 
 _KNOWN_MODELS = 4096

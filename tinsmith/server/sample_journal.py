@@ -1,9 +1,10 @@
 """The samples that clients wait for, in a file that outlives the server.
 
-It holds a record for each that is accepted, another once its end was seen. Not in the database, for which no sample
-should wait, and not synced: when the whole machine is down, no client goes on waiting.
+It holds a record for each that is accepted, another once its end was seen. Not in the database, for whose lock no
+sample should wait. A client hears of its sample when the record is synced: those that come together share a sync.
 """
 
+import asyncio
 import logging
 from contextlib import AbstractContextManager
 from functools import partial
@@ -35,6 +36,9 @@ class SampleJournal:
         self._path = data_dir / _FILE_NAME
         self.waiting: dict[str, None] = {}
         """Ids of samples, oldest first."""
+        self._added = self._synced = 0
+        """How many samples were added, and how many of these survive a power cut."""
+        self._turn = asyncio.Lock()
         remedy = "see to that, or delete it and samples are not sent again"
         with translated(OSError, ConfigError, lambda error: f"{self._path} cannot be used: {error}; {remedy}"):
             if self._path.exists():
@@ -43,11 +47,21 @@ class SampleJournal:
 
     def add(self, request_id: str) -> None:
         """Note a sample. Raises StoreUnavailableError, and notes nothing, if the disk does not take it."""
-        cannot = "no sample can be noted at the moment"
-        with translated(OSError, StoreUnavailableError, lambda error: f"{cannot}: {error}; free space on its disk"):
+        with _available():
             self._file.append({"waits": request_id})
         self.waiting[request_id] = None
+        self._added += 1
         self._shorten()
+
+    async def settle(self) -> None:
+        """Return when all samples added before survive a power cut. Raises StoreUnavailableError."""
+        wanted = self._added
+        async with self._turn:
+            if self._synced < wanted:
+                added = self._added
+                with _available():
+                    await asyncio.to_thread(self._file.syncing())
+                self._synced = added
 
     def strike(self, request_id: str) -> None:
         """Forget a sample: its client has seen its end, or will never ask."""
@@ -93,6 +107,11 @@ class SampleJournal:
 
     def _warning(self, what: str) -> AbstractContextManager[None]:
         return reported(OSError, partial(log.warning, "%s: %s: %s", self._path, what))
+
+
+def _available() -> AbstractContextManager[None]:
+    cannot = "no sample can be noted at the moment"
+    return translated(OSError, StoreUnavailableError, lambda error: f"{cannot}: {error}; free space on its disk")
 
 
 def _is_sample(request_id: str) -> bool:

@@ -71,6 +71,10 @@ class SampleReports:
         """Note that a sample is accepted. Raises StoreUnavailableError if the disk does not take it."""
         self._journal.add(request_id)
 
+    async def settle(self) -> None:
+        """Return when all that was expected before survives a power cut. Raises StoreUnavailableError."""
+        await self._journal.settle()
+
     def refuse(self, request_id: str) -> None:
         """Note that a sample was not accepted after all."""
         self._journal.strike(request_id)

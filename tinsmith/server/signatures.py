@@ -10,7 +10,7 @@ import itsdangerous
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.replies import ForbiddenError
-from tinsmith.store.disk import sync
+from tinsmith.store.disk import renamed
 
 _FILE_NAME = "signing.key"
 _KEY_BYTES = 32
@@ -52,6 +52,5 @@ def _write_privately(path: Path, content: bytes) -> None:
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)
     temporary.touch(0o600, exist_ok=False)
-    temporary.write_bytes(content)
-    sync(temporary)
-    temporary.rename(path)
+    with renamed(temporary, path):
+        temporary.write_bytes(content)

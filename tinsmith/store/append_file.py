@@ -3,14 +3,14 @@
 A record is JSON behind a mark, its length and its CRC-32, both 32-bit little-endian. A reader that meets something else
 goes on at the next mark. A last record that is cut off was being written when the process died, and is no damage.
 
-Nothing is synced: a power cut may take the last records, the death of a process none.
+Records that are appended are synced upon request alone.
 """
 
 import errno
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,18 @@ class AppendFile:
             os.ftruncate(self._file, self.size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         self.size += written
+
+    def syncing(self) -> Callable[[], None]:
+        """A function, for a thread, that syncs what has been appended until now. It raises OSError."""
+        descriptor = os.dup(self._file)
+
+        def sync() -> None:
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+        return sync
 
     def rewrite(self, records: Iterable[Any]) -> None:
         """Replace all records. Raises OSError, and then has changed nothing."""

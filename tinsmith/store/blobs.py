@@ -2,9 +2,8 @@
 
 A file is written before the row that refers to it is committed, and deleted only in a write transaction, once no row
 does; the transaction that adds a row checks that the file is still there (`Store.append`, `Store.delete_unused_blobs`).
-So a process that dies may leave a file without a row, never a row without its file.
-
-Files are renamed into place and not synced: a power cut may damage them, so what is read is compared with the digest.
+So a process that dies may leave a file without a row, never a row without its file. Nor does a power cut: files are
+synced before they get their names, and names before the row. What is read is compared with the digest all the same.
 """
 
 import hashlib
@@ -12,12 +11,12 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.errors import StoreUnavailableError, TinsmithError, translated
-from tinsmith.store.disk import renamed
+from tinsmith.store.disk import make_directory, sync_all
 
 BLOBS_DIR = "blobs"
 _WRITING_PREFIX = ".writing-"
@@ -46,12 +45,24 @@ class BlobFiles:
         return self._directory / name[:2] / name
 
     def write(self, blobs: Mapping[bytes, bytes]) -> None:
-        """Write the blobs that are not there yet, by digest. Raises StoreUnavailableError."""
-        with _available(self._directory):
+        """Write the blobs that are not there yet, by digest, for good. Raises StoreUnavailableError."""
+        begun: dict[Path, Path] = {}
+        """Final path by temporary one."""
+        with _available(self._directory), ExitStack() as undo:
             for sha256, data in blobs.items():
                 path = self.path(sha256)
                 if not path.exists():
-                    _write(path, data)
+                    make_directory(path.parent)
+                    temporary = path.with_name(f"{_WRITING_PREFIX}{uuid.uuid4().hex}")
+                    undo.callback(temporary.unlink, missing_ok=True)
+                    begun[temporary] = path
+                    temporary.write_bytes(data)
+            if begun:
+                sync_all(begun)
+                for temporary, path in begun.items():
+                    temporary.rename(path)
+                # The names of directories too: a process may have died that had just made them
+                sync_all({self._directory, *(path.parent for path in begun.values())})
 
     def read(self, sha256: bytes) -> bytes | None:
         """The blob, if it is there. Raises StoreUnavailableError if it cannot be read now.
@@ -92,13 +103,6 @@ class BlobFiles:
                     yield BlobFile(path, bytes.fromhex(path.name), status.st_size)
                 elif status.st_mtime < time.time() - _WRITING_S:
                     yield BlobFile(path, None, status.st_size)
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{_WRITING_PREFIX}{uuid.uuid4().hex}")
-    with renamed(temporary, path):
-        temporary.write_bytes(data)
 
 
 def _available(path: Path) -> AbstractContextManager[None]:

@@ -174,7 +174,7 @@ def set_checkpoint_ttl(store: Store, tinker_path: str, ttl_seconds: float | None
 
 def _change(store: Store, tinker_path: str, **values: Any) -> None:
     change = update(checkpoints).where(checkpoints.c.tinker_path == tinker_path, rows.ALIVE).values(values)
-    with store.writing_durably() as connection:
+    with store.writing_if_there() as connection:
         if connection.execute(change, {"now": time.time()}).rowcount != 1:
             raise rows.absent(connection, tinker_path)
 
@@ -197,7 +197,7 @@ def purge_checkpoint(store: Store, tinker_path: str) -> None:
 def _change_deleted(store: Store, tinker_path: str, deleted_at: float | None) -> None:
     deleted = checkpoints.c.tinker_path == tinker_path, checkpoints.c.deleted_at.is_not(None), rows.STORED
     change = update(checkpoints).where(*deleted).values(deleted_at=deleted_at)
-    with store.writing_durably() as connection:
+    with store.writing_if_there() as connection:
         if connection.execute(change, {"now": time.time()}).rowcount != 1:
             raise NotFoundError(
                 f"{tinker_path} is no deleted checkpoint that is still there; `tinsmith checkpoints list` shows them"
@@ -213,7 +213,7 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
     parts = parse_path(source)
     model_id = ids.model_id(session_id, model_seq_id)
     path = str(CheckpointPath(model_id, parts.kind, parts.name))
-    with store.writing_durably() as connection:
+    with store.writing_if_there() as connection:
         original = rows.find(connection, source, now)
         if original is None:
             raise rows.absent(connection, source)
@@ -251,19 +251,19 @@ def every_checkpoint(store: Store) -> list[Checkpoint]:
 
 def drop_checkpoints_in(store: Store, directory: str) -> None:
     """Remove the checkpoints of a directory that does not exist."""
-    with store.writing_durably() as connection:
+    with store.writing_if_there() as connection:
         connection.execute(delete(checkpoints).where(checkpoints.c.directory == directory))
 
 
 def move_checkpoints_in(store: Store, directory: str, to: str) -> None:
     """Note that the files of a directory are in another one."""
-    with store.writing_durably() as connection:
+    with store.writing_if_there() as connection:
         connection.execute(update(checkpoints).where(checkpoints.c.directory == directory).values(directory=to))
 
 
 def forget_discarded(store: Store) -> None:
     """Forget all begun and discarded directories."""
-    with store.writing_durably() as connection:
+    with store.writing_if_there() as connection:
         for table in (begun_directories, discarded_directories):
             connection.execute(delete(table))
 

@@ -67,7 +67,7 @@ class CheckpointStore(Transactions):
         Of its run and kind the newest `kept` stay, and published ones; others are deleted. A repeat with the same
         directory, such as after StoreUnavailableError, changes nothing.
         """
-        with self.writing_durably() as connection:
+        with self.writing_if_there() as connection:
             put(connection, checkpoint, kept)
 
     def checkpoint(self, tinker_path: str) -> Checkpoint | None:
@@ -111,7 +111,7 @@ class CheckpointStore(Transactions):
         """Remove and return them; discard their files."""
         now = time.time()
         drop = delete(checkpoints).where(_GONE).returning(*COLUMNS)
-        with self.writing_durably() as connection:
+        with self.writing_if_there() as connection:
             gone = [Checkpoint(*row) for row in connection.execute(drop, {"now": now})]
             discard_unused(connection, [checkpoint.directory for checkpoint in gone], now)
         return gone

@@ -519,7 +519,7 @@ def fail_unfinished(connection: Connection, reason: str, place: str, now: float,
     """Lose what cannot come back, as `Store.fail_unfinished`; returns the models that can."""
     comebacks = histories.keep_only(connection, place)
     if comebacks is None:
-        comebacks, reason = {}, f"{reason}, and its machine too, or the data directory was moved or copied"
+        comebacks, reason = {}, f"{reason}, and the data directory was moved or copied"
     never_begun = set(connection.execute(_NEVER_BEGUN).scalars())
     with_snapshots = connection.execute(_WITH_SNAPSHOTS).scalars()
     found = {*living_models(connection), *_queued_models(connection), *with_snapshots}

@@ -8,7 +8,8 @@ Transactions that write follow one another on both, and each sees all that those
 
 import logging
 import os
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from sqlalchemy import URL, CompoundSelect, Connection, Row, Select, make_url
 from sqlalchemy.exc import ArgumentError
 
 from tinsmith.errors import ConfigError, StoreUnavailableError, translated
-from tinsmith.store.disk import make_directory
+from tinsmith.store.disk import make_directory, renamed
 from tinsmith.store.fence import BUSY_S
 from tinsmith.store.sqlite import FILE_NAME, look_into_sqlite, open_sqlite
 
@@ -43,11 +44,10 @@ class Database(Protocol):
         ...
 
     def writing(self) -> AbstractContextManager[Connection]:
-        """A transaction that sees all before it. Raises EngineUnavailableError if `fence` is not the newest number."""
-        ...
+        """A transaction that sees all before it, and survives a power cut before anybody sees it.
 
-    def writing_durably(self) -> AbstractContextManager[Connection]:
-        """As `writing`; it survives a power cut once it has ended."""
+        Raises EngineUnavailableError if `fence` is not the newest number.
+        """
         ...
 
     def hold(self) -> None:
@@ -93,9 +93,12 @@ class Transactions:
         with self._database.reading_once() as connection:
             return list(connection.execute(statement, values).scalars())
 
-    def writing_durably(self) -> AbstractContextManager[Connection]:
-        """A transaction that survives a power cut once it has ended."""
-        return self._database.writing_durably()
+    @contextmanager
+    def writing_if_there(self) -> Iterator[Connection]:
+        """As `writing`. Raises StoreUnavailableError if the database's file has left its directory."""
+        self.require_there()
+        with self.writing() as connection:
+            yield connection
 
     def write_for(self, number: int) -> None:
         """Let transactions raise EngineUnavailableError once there is an engine of a higher number."""
@@ -161,15 +164,16 @@ def use_database(data_dir: Path, text: str) -> None:
         with translated(OSError, ConfigError, lambda error: f"data_dir={data_dir} cannot be written: {error}"):
             make_directory(data_dir)
             _write(data_dir / URL_FILE, url.render_as_string(hide_password=False))
+            if before is None:  # a Tinsmith that does not know PostgreSQL would make an empty database
+                _write(data_dir / FILE_NAME, f"No database: it is where {URL_FILE} says.")
 
 
 def _write(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     with suppress(FileNotFoundError):
         new.unlink()
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with renamed(new, path), os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{text}\n")
-    new.rename(path)
 
 
 def database_url(data_dir: Path) -> URL | None:

@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from tinsmith.errors import ConfigError, NotFoundError, TinsmithError, translated
-from tinsmith.store.disk import make_directory, sync
+from tinsmith.store.disk import make_directory, sync, sync_all
 from tinsmith.store.manifest import NAME as MANIFEST
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -77,12 +77,12 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         prefix=f"{WRITING_PREFIX}{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True
     ) as temporary:
         yield Path(temporary)
-        _put_in_place(Path(temporary), directory)
+        put_in_place(Path(temporary), directory)
 
 
-def _put_in_place(files: Path, directory: Path) -> None:
-    for path in (*files.rglob("*"), files):
-        sync(path)
+def put_in_place(files: Path, directory: Path) -> None:
+    """Rename a directory of files to `directory`, which survives a power cut, and is whole if it is there."""
+    sync_all([*files.rglob("*"), files])
     files.rename(directory)
     sync(directory.parent)
 
@@ -277,7 +277,7 @@ class CheckpointFiles:
         with deleted_at_last(self.joint(place)) as directory:
             yield directory
             if target.is_local:
-                _put_in_place(directory, Path(target.path))
+                put_in_place(directory, Path(target.path))
             else:
                 target.upload(directory)
 

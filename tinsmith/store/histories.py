@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select, update
 
+from tinsmith.store.database import Transactions
 from tinsmith.store.records import REJECTED, CommandKind, HistoryChange
 from tinsmith.store.schema import commands, engine_starts, histories, history_events, models, sessions
 
@@ -127,6 +128,12 @@ def keep_only(connection: Connection, place: str) -> dict[str, int] | None:
     every = connection.execute(select(histories.c.model_id)).scalars().all()
     forget(connection, [model_id for model_id in every if not is_here or model_id not in kept])
     return kept if is_here else None
+
+
+def forget_engines(store: Transactions) -> None:
+    """Let no model come back, as in a copy of a data directory, where its files are not."""
+    with store.writing() as connection:
+        connection.execute(delete(engine_starts))
 
 
 def note_start(connection: Connection, place: str, left_work: bool) -> bool:

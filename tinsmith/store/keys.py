@@ -86,7 +86,7 @@ def retention_of(store: Transactions, tenant: str) -> Retention:
 def add_key(store: Store, key: ApiKey) -> str:
     """Add a key, and return its text. Raises ConfigError if there is one of that name."""
     added, text = new_secret(replace(key, created_at=time.time()))
-    with store.writing_durably() as connection:
+    with store.writing_if_there() as connection:
         if connection.execute(select(api_keys.c.name).where(api_keys.c.name == key.name)).first() is not None:
             raise ConfigError(f"there is a key {key.name!r} already; choose another name, or rotate that one")
         connection.execute(api_keys.insert(), vars(added))
@@ -99,7 +99,7 @@ def rotate_key(store: Store, name: str) -> str:
     if key.revoked_at is not None:
         raise ConfigError(f"the key {name!r} is revoked; add another one")
     rotated, text = new_secret(key)
-    with store.writing_durably() as connection:
+    with store.writing_if_there() as connection:
         connection.execute(
             update(api_keys)
             .where(api_keys.c.name == name, api_keys.c.revoked_at.is_(None))
@@ -111,7 +111,7 @@ def rotate_key(store: Store, name: str) -> str:
 def revoke_key(store: Store, name: str) -> None:
     """End a key. Its tenant keeps what it has. Raises ConfigError if there is no such key."""
     key = _require(store, name)
-    with store.writing_durably() as connection:
+    with store.writing_if_there() as connection:
         connection.execute(
             update(api_keys).where(api_keys.c.name == name).values(revoked_at=key.revoked_at or time.time())
         )

@@ -32,7 +32,7 @@ def take_lease(store: Transactions, data_dir: str) -> int:
     remedy = "start this server again once no other uses the database"
     with (
         translated(EngineUnavailableError, ConfigError, lambda error: f"{error}; {remedy}"),
-        store.writing_durably() as connection,
+        store.writing_if_there() as connection,
     ):
         number = (connection.execute(select(func.max(lease.c.number))).scalar() or 0) + 1
         connection.execute(delete(lease))

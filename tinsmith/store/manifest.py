@@ -14,7 +14,7 @@ from typing import Any
 
 from tinsmith.errors import TinsmithError, translated
 from tinsmith.store.digests import BLOCK_BYTES, MAX_THREADS, blocks_of, digests_of
-from tinsmith.store.disk import sync
+from tinsmith.store.disk import sync_all
 from tinsmith.store.records import Checkpoint
 
 NAME = "manifest.json"
@@ -46,15 +46,13 @@ class Manifest:
         return Checkpoint(**self.checkpoint, directory=directory)
 
 
-def write_manifest(
-    directory: Path, checkpoint: Checkpoint, durable: bool = True, most_threads: int = MAX_THREADS
-) -> None:
-    """Write the manifest of a complete directory; sync the files if they are `durable`. Raises OSError."""
+def write_manifest(directory: Path, checkpoint: Checkpoint, most_threads: int = MAX_THREADS) -> None:
+    """Write the manifest of a complete directory, and sync the other files. Raises OSError."""
     row = {name: value for name, value in asdict(checkpoint).items() if name != "directory"}
     found = sorted(file for file in directory.rglob("*") if file.is_file())
     sizes = {file: file.stat().st_size for file in found}
     with ThreadPoolExecutor(1) as beside:  # digests keep a processor busy, and syncing the disk
-        flushing = beside.submit(_sync_all, found if durable else [])
+        flushing = beside.submit(sync_all, found)
         digests = iter(digests_of([block for file in found for block in blocks_of(file, 0, sizes[file])], most_threads))
         flushing.result()
     files = {
@@ -66,11 +64,6 @@ def write_manifest(
     content = {"format_version": FORMAT_VERSION, "block_bytes": BLOCK_BYTES, "checkpoint": row}
     content |= {"files": {name: asdict(file) for name, file in files.items()}}
     (directory / NAME).write_text(json.dumps(content | {"sha256": _own_digest(content)}, indent=1))
-
-
-def _sync_all(files: Iterable[Path]) -> None:
-    for file in files:
-        sync(file)
 
 
 def parse_manifest(text: str | bytes, shown: str) -> Manifest:

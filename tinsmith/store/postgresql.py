@@ -175,9 +175,6 @@ class PostgreSQLDatabase:
             yield connection
             connection.commit()
 
-    def writing_durably(self) -> AbstractContextManager[Connection]:
-        return self.writing()
-
     def _until_there(self, attempt: Callable[[], T]) -> T:
         """Try again what has changed nothing, for `busy_s` seconds."""
         deadline = time.monotonic() + self._busy_s

@@ -141,7 +141,7 @@ engine_starts = Table(
     metadata,
     Column("number", Whole, primary_key=True),
     Column("started_at", Float, nullable=False),
-    # Machine, its start, and data directory: kept copies are files there, and not synced
+    # The data directory, in which kept copies lie
     Column("place", Text, nullable=False),
     Column("left_work", Boolean, nullable=False),
     sqlite_autoincrement=True,
@@ -226,7 +226,8 @@ lease = Table(
     Column("taken_at", Float, nullable=False),
 )
 
-# The last transaction that each thread of each process has committed, on PostgreSQL (`postgresql.py`).
+# The last transaction that each thread of each process has committed, on PostgreSQL (`postgresql.py`), and the last
+# amounts that each server has added to `usage`.
 last_commits = Table(
     "last_commits",
     metadata,

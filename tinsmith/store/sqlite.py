@@ -3,13 +3,12 @@
 In WAL mode several processes read while one writes. Transactions that write begin with BEGIN IMMEDIATE: they wait for
 their turn instead of failing halfway.
 
-A commit with synchronous=NORMAL survives the death of any process but perhaps no power cut: enough for commands, whose
-models do not either. One with synchronous=FULL is on the disk when it returns, with all before it; for rows which say
-that a checkpoint exists or that its files may be deleted.
+A commit is synced before it returns, and before another connection sees it (synchronous=FULL). So whatever anybody was
+told survives a power cut, with all that was committed before.
 
 An open file that is deleted or replaced goes on taking commits that nobody finds after a restart, and so does its log,
-tinsmith.db-wal. So transactions with synchronous=FULL first compare the open files with those in the directory. Others
-go on: they let checkpoints be written, which `tinsmith recover` finds.
+tinsmith.db-wal. So transactions of checkpoints first compare the open files with those in the directory. Others go on:
+they let checkpoints be written, which `tinsmith recover` finds.
 """
 
 import json
@@ -20,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.engine import ExceptionContext
@@ -32,7 +31,7 @@ from tinsmith.store.fence import BUSY_S, NEWEST, require_own
 from tinsmith.store.versions import bring_to_our_version, is_older
 
 FILE_NAME = "tinsmith.db"
-_PRAGMAS = ("journal_mode=WAL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
+_PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
 """Only an empty file can be told to give back deleted space (`give_back_space`)."""
 _BESIDE = ("-wal", "-shm")
@@ -87,31 +86,25 @@ def _changed(path: Path, identity: tuple[int, int], may_be_empty: bool) -> str:
 
 
 class SQLiteDatabase:
-    """One SQLite file, with two kinds of commits. Writing needs the execution option `write=True`."""
+    """One SQLite file. Writing needs the execution option `write=True`."""
 
     def __init__(self, file: _OpenFile, busy_s: float, held: Engine) -> None:
         """`held` stays open: with the last connection SQLite deletes the files beside the database."""
         self.fence: int | None = None
         self._file = file
-        self._normal = _engine(file.path, "NORMAL", busy_s, file)
-        self._durable = _engine(file.path, "FULL", busy_s, file)
+        self._engine = _engine(file.path, busy_s, file)
         self._held = held
-        for engine in (self._normal, self._durable):
-            event.listen(engine, "begin", self._require_own)
-        self._write = self._normal.execution_options(write=True)
-        self._write_durably = self._durable.execution_options(write=True)
+        event.listen(self._engine, "begin", self._require_own)
+        self._write = self._engine.execution_options(write=True)
 
     def reading(self) -> AbstractContextManager[Connection]:
-        return self._normal.begin()
+        return self._engine.begin()
 
     def reading_once(self) -> AbstractContextManager[Connection]:
         return self.reading()
 
     def writing(self) -> AbstractContextManager[Connection]:
         return self._write.begin()
-
-    def writing_durably(self) -> AbstractContextManager[Connection]:
-        return self._write_durably.begin()
 
     def _require_own(self, connection: Connection) -> None:
         if self.fence is not None and connection.get_execution_options().get("write"):
@@ -125,7 +118,7 @@ class SQLiteDatabase:
         """Do nothing: the lock of the data directory keeps other servers from the file."""
 
     def close(self) -> None:
-        for engine in (self._normal, self._durable, self._held):
+        for engine in (self._engine, self._held):
             engine.dispose()
 
     def require_there(self) -> None:
@@ -133,11 +126,11 @@ class SQLiteDatabase:
 
     def check(self) -> None:
         # One that is open has pages in memory
-        with _connected(_engine(self._file.path, "NORMAL", BUSY_S, self._file)) as connection:
+        with _connected(_engine(self._file.path, BUSY_S, self._file)) as connection:
             _require_sound(connection, self._file.path)
 
     def give_back_space(self, spare_pages: int, most_pages: int) -> None:
-        with self._normal.connect() as connection:
+        with self._engine.connect() as connection:
             driver = connection.connection.driver_connection
             assert driver is not None
             with available():
@@ -151,7 +144,7 @@ def open_sqlite(data_dir: Path, busy_s: float) -> SQLiteDatabase:
     path = data_dir / FILE_NAME
     with translated(OSError, ConfigError, lambda error: f"data_dir={data_dir} cannot be made: {error}"):
         make_directory(data_dir)
-    opening = _engine(path, "FULL", BUSY_S, is_new=not path.exists())
+    opening = _engine(path, BUSY_S, is_new=not path.exists())
     with ExitStack() as failed:
         failed.callback(opening.dispose)
         with _usable(path), opening.execution_options(write=True).begin() as connection:
@@ -169,7 +162,7 @@ def look_into_sqlite(data_dir: Path) -> bool:
     path = (data_dir / FILE_NAME).absolute()
     if not path.exists():
         return False
-    with _usable(path), _connected(_engine(path, "NORMAL", BUSY_S, only_read=True)) as connection:
+    with _usable(path), _connected(_engine(path, BUSY_S, only_read=True)) as connection:
         _require_sound(connection, path)
         is_older(connection, str(path), partial(damaged, path))
     return True
@@ -210,17 +203,9 @@ def available() -> Iterator[None]:
 
 
 def _engine(
-    path: Path,
-    synchronous: Literal["NORMAL", "FULL"],
-    busy_s: float,
-    file: _OpenFile | None = None,
-    only_read: bool = False,
-    is_new: bool = False,
+    path: Path, busy_s: float, file: _OpenFile | None = None, only_read: bool = False, is_new: bool = False
 ) -> Engine:
-    """Connections to a database.
-
-    With `file`, new ones and FULL transactions are refused once it has left its directory.
-    """
+    """Connections to a database. With `file`, new ones are refused once it has left its directory."""
 
     def require_there(*_: Any) -> None:
         if file is not None:
@@ -228,7 +213,7 @@ def _engine(
 
     def prepare(connection: sqlite3.Connection, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin in `_begin`, not implicitly in the driver
-        for pragma in () if only_read else (*(_NEW_PRAGMAS if is_new else _PRAGMAS), f"synchronous={synchronous}"):
+        for pragma in () if only_read else (_NEW_PRAGMAS if is_new else _PRAGMAS):
             connection.execute(f"PRAGMA {pragma}")
 
     def name_trouble(context: ExceptionContext) -> None:
@@ -248,8 +233,6 @@ def _engine(
     # A connection would make a new file in the place of one that is gone
     event.listen(engine, "do_connect", require_there)
     event.listen(engine, "connect", prepare)
-    if synchronous == "FULL":
-        event.listen(engine, "begin", require_there)
     event.listen(engine, "begin", _begin)
     event.listen(engine, "handle_error", name_trouble)
     return engine

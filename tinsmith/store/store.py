@@ -89,7 +89,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
 
     def put_saved(self, checkpoint: Checkpoint, command: Command | None, kept: int | None = None) -> None:
         """Add the checkpoint of a save as `put_checkpoint`; the save finds it with `saved` if it is run again."""
-        with self.writing_durably() as connection:
+        with self.writing_if_there() as connection:
             put(connection, checkpoint, kept)
             if command is not None:
                 saved = {"directory": checkpoint.directory, "size_bytes": checkpoint.size_bytes}

@@ -16,7 +16,7 @@ from tinsmith.store.checkpoints import ALIVE, STORED
 from tinsmith.store.database import Transactions
 from tinsmith.store.dialects import insert
 from tinsmith.store.records import Used, UsedBy
-from tinsmith.store.schema import checkpoints, models, sessions, usage
+from tinsmith.store.schema import checkpoints, last_commits, models, sessions, usage
 
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S
@@ -31,6 +31,12 @@ _NEW_BYTES = _INSERT.excluded.stored_bytes
 _STORE = _INSERT.on_conflict_do_update(
     index_elements=_KEY, set_={"stored_bytes": _NEW_BYTES}, where=usage.c.stored_bytes < _NEW_BYTES
 )
+_NOTE = insert(last_commits)
+_IS_NEW = _NOTE.on_conflict_do_update(
+    index_elements=[last_commits.c.writer],
+    set_={"number": _NOTE.excluded.number, "noted_at": _NOTE.excluded.noted_at},
+    where=last_commits.c.number < _NOTE.excluded.number,
+).returning(last_commits.c.number)
 _OWNERS = (
     select(models.c.model_id, sessions.c.tenant, models.c.base_model, models.c.session_id)
     .join_from(models, sessions)
@@ -67,10 +73,15 @@ def add_of_models(connection: Connection, now: float, amounts: Mapping[str, Used
         add(connection, now, summed)
 
 
-def add_usage(store: Transactions, amounts: Mapping[Owned, Used]) -> None:
-    """Add to the sums of this hour."""
+def add_usage(store: Transactions, amounts: Mapping[Owned, Used], writer: str, number: int) -> None:
+    """Add to the sums of this hour, once: what a writer adds has a number, higher than that of what it added before.
+
+    So it may be given again if nobody knows what a commit came to.
+    """
+    now = time.time()
     with store.writing() as connection:
-        add(connection, time.time(), amounts)
+        if connection.execute(_IS_NEW, {"writer": writer, "number": number, "noted_at": now}).first() is not None:
+            add(connection, now, amounts)
 
 
 def note_storage(store: Transactions) -> None:

@@ -1,8 +1,7 @@
 """Copies of models on disk, from which new workers restore them when this one dies.
 
 After a step for which the engine asks for a copy, weights and what AdamW remembers are copied, and a thread writes them
-as the files of a checkpoint while training goes on. They are to outlive this process, not a power cut, so they are
-synced only where workers run on several hosts: there a copy has to outlive its host.
+as the files of a checkpoint while training goes on. They are synced, to outlive this machine too.
 
 A copy is a directory named by the seq_id of its step. It appears when it is complete; the one before it stays, to go
 back to if this one is damaged. The same thread writes snapshots, in the order in which both were taken: so there is a
@@ -24,8 +23,8 @@ from pathlib import Path
 
 from tinsmith.errors import TinsmithError
 from tinsmith.protocol.place import Place
-from tinsmith.store.disk import sync
-from tinsmith.store.files import WRITING_PREFIX, kept_copies
+from tinsmith.store.disk import make_directory
+from tinsmith.store.files import WRITING_PREFIX, kept_copies, put_in_place
 from tinsmith.store.manifest import write_manifest
 from tinsmith.store.records import Checkpoint
 from tinsmith.training.backend import LocalBackend
@@ -74,7 +73,7 @@ class KeptCopies:
         blocked_s = time.monotonic() - started
         log.debug("model %s is copied; the device waited for %.3f s", model_id, blocked_s)
         self.threads.run(
-            partial(write_copy, state, model_id, directory, before, durable=bool(self.place.host)),
+            partial(write_copy, state, model_id, directory, before),
             partial(self._written, model_id, blocked_s, then),
         )
 
@@ -86,7 +85,7 @@ class KeptCopies:
         if self.reserved.get(model_id) == size:
             return True
         home = kept_copies(self.data_dir, model_id)
-        home.parent.mkdir(exist_ok=True)
+        make_directory(home.parent)
         taken = home.with_name(f"{home.name}.{size}")
         taken.touch()
         others = [file for file in home.parent.glob("*.*") if file.stem != home.name]
@@ -138,29 +137,24 @@ def _delete(home: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def write_copy(state: SavedState, model_id: str, directory: Path, before: str, durable: bool = False) -> None:
-    """Write a copy to `directory`, which appears when it is complete, and delete the model's others but `before`.
-
-    With `durable` it is synced first, to outlive this host.
-    """
+def write_copy(state: SavedState, model_id: str, directory: Path, before: str) -> None:
+    """Write a copy to `directory`, which appears when it is complete, and delete the model's others but `before`."""
     home = directory.parent
-    home.mkdir(parents=True, exist_ok=True)
+    make_directory(home)
     writing = home / f"{WRITING_PREFIX}{directory.name}"
     for left in (writing, directory):  # by a worker that has died
         shutil.rmtree(left, ignore_errors=True)
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, writing, ignore_errors=True)  # or a full disk would stay full
-        _write_files(state, model_id, directory, writing, durable)
-        writing.rename(directory)
+        _write_files(state, model_id, directory, writing)
+        put_in_place(writing, directory)
         undo.pop_all()
-    if durable:
-        sync(home)
     for other in home.iterdir():
         if str(other) not in (before, str(directory)):
             shutil.rmtree(other, ignore_errors=True)
 
 
-def _write_files(state: SavedState, model_id: str, directory: Path, writing: Path, durable: bool) -> None:
+def _write_files(state: SavedState, model_id: str, directory: Path, writing: Path) -> None:
     """Write the files of a copy that will be `directory` to `writing`."""
     write_state(state, writing)
     sizes = [file.stat().st_size for file in writing.iterdir()]
@@ -180,9 +174,7 @@ def _write_files(state: SavedState, model_id: str, directory: Path, writing: Pat
         created_at=time.time(),
         expires_at=None,
     )
-    write_manifest(writing, row, durable=durable, most_threads=1)  # nobody waits for it, and training needs the cores
-    if durable:
-        sync(writing)
+    write_manifest(writing, row, most_threads=1)  # nobody waits for it, and training needs the cores
 
 
 def name_of_copy(model_id: str) -> str:

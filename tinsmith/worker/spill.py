@@ -12,7 +12,8 @@ from pathlib import Path
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.sampling.sampler import ref_of
-from tinsmith.store.files import SNAPSHOT_FILE, WRITING_PREFIX
+from tinsmith.store.disk import make_directory
+from tinsmith.store.files import SNAPSHOT_FILE, WRITING_PREFIX, put_in_place
 from tinsmith.training.checkpoint import About, SavedState, write_state
 
 Key = tuple[str, str]
@@ -47,7 +48,7 @@ class Spill:
     def __init__(self, directory: Path) -> None:
         """Take over the snapshots that an earlier worker of this engine has left in the directory, oldest first."""
         self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         self._thread = ThreadPoolExecutor(1, "spill")
         self._lock = threading.Lock()
         self._leaving: _Leaving | None = None
@@ -145,7 +146,7 @@ class Spill:
                 json.dumps({"base_model": key[0], "snapshot_id": key[1], "ref": asdict(ref)})
             )
             size = _size(writing)
-            writing.rename(directory)
+            put_in_place(writing, directory)
             undo.pop_all()
         return Written(directory, ref, size)
 

@@ -111,6 +111,7 @@ async def asample(request: Request) -> Response:
         sample = await _start(request, request_id, session, received)
     else:
         sample.check_repeat(received.digest)
+    await hub.sample_reports.settle()
     return future_reply(request_id, sample_sequence_ids=sample.sequence_ids)
 
 
