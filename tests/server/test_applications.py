@@ -169,7 +169,8 @@ async def test_a_request_that_is_given_up_cancels_its_sample(engine: Engine) -> 
             await asyncio.sleep(0.1)
         assert isinstance(coming, asyncio.Future)
         coming.cancel()
-        assert await engine.told.get() == CancelSample(sample.request_id, sample.run)
+        async with asyncio.timeout(60):
+            assert await engine.told.get() == CancelSample(sample.request_id, sample.run)
         assert engine.server.hub.samples.find(sample.request_id) is None
         assert engine.server.hub.samples.unfinished == (0, None)
 
