@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from tests.acceptance.conftest import API_KEY, ready
 from tests.acceptance.talking import RAW_STEP, datum, text_input, train, with_inputs
+from tests.acceptance.test_keys import add_key, used
 from tests.bases import png
 from tests.running import START_S, Server
 
@@ -360,3 +361,35 @@ def test_a_client_that_goes_away_cancels_its_sample(server: Server) -> None:
         status = server.wait_for_status(lambda status: status["samples"] == {"running": 0, "waiting": 0})
         assert status["samples"]["running"] == 0
         assert time.monotonic() - began < 60, "the sample ran to its end"
+
+
+def test_applications_have_the_keys_limits_and_budgets_of_their_tenants(text_only: list[str], tmp_path: Path) -> None:
+    mine, foreign = (add_key(tmp_path / "data", name) for name in ("vision", "speech"))
+    narrow = add_key(tmp_path / "data", "narrow", "--max-parallel", "1")
+    with ready(tmp_path, *text_only) as server:
+        with tinker.ServiceClient(base_url=server.url, api_key=mine) as service:
+            trained = train(service, "text")
+            path = trained.save_weights_for_sampler("a").result().path
+            for model in (path, f"live:{trained.model_id}", f"text;{path}"):
+                with application(server, key=foreign) as speech:
+                    with pytest.raises(openai.NotFoundError) as refused:
+                        ask(speech, model)
+                    with pytest.raises(openai.NotFoundError) as absent:
+                        ask(speech, model.replace(":train:0", ":train:1"))
+                said = str(refused.value).replace(":train:0", ":train:1")
+                assert said == str(absent.value)
+                with application(server, key=mine) as vision:
+                    assert len(tokens_of(ask(vision, model, max_tokens=2).choices[0])) == 2
+        for wrong in ("tml-wrong", "none"):
+            with application(server, key=wrong) as stranger, pytest.raises(openai.AuthenticationError):
+                ask(stranger)
+        with application(server, key=narrow) as client:
+            with pytest.raises(openai.BadRequestError, match="more than key 'narrow' may run at a time"):
+                ask(client, n=2)
+            parts = iter(ask(client, stream=True, max_tokens=30_000))
+            next(parts)
+            with pytest.raises(openai.RateLimitError, match="send this sample later") as limited:
+                ask(client)
+            assert limited.value.response.headers["retry-after"] == "1"
+        while (found := used(server, mine, {"sampling_sample", "sampling_prefill"}))["sampling_sample"] != 6:
+            assert found["sampling_sample"] < 6

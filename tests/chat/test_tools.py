@@ -66,3 +66,5 @@ def test_the_form_of_calls_is_read_from_the_template() -> None:
 def test_a_value_is_of_the_type_that_its_schema_says() -> None:
     call = XML_CALL.replace("Köln", "12").replace("\n2\n", "\n[2\n")
     assert read("xml", [call]) == [ToolCall("weather", '{"city": "12", "days": "[2"}')]
+    odd = ToolCallStream("xml", {"weather": {"properties": ["no object"]}})
+    assert odd.add(XML_CALL) == [CALL]

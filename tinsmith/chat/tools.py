@@ -101,7 +101,8 @@ class ToolCallStream:
         function = _FUNCTION.fullmatch(text)
         if function is None or function[1] not in self._parameters or _PARAMETER.sub("", function[2]).strip():
             return None
-        types = self._parameters[function[1]].get("properties") or {}
+        schemas = self._parameters[function[1]].get("properties")
+        types = schemas if isinstance(schemas, Mapping) else {}
         given = {name: _value(value, types.get(name)) for name, value in _PARAMETER.findall(function[2])}
         return ToolCall(function[1], json.dumps(given, ensure_ascii=False))
 

@@ -5,17 +5,19 @@ any other parameter, is refused by name.
 """
 
 import binascii
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import from_json
 
 from tinsmith.errors import ParameterError, quoted, translated
 from tinsmith.wire.json_body import FiniteFloat, Id, StrictModel, parse_json
 from tinsmith.wire.sample import MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 MAX_TOP_LOGPROBS = 20
+_MOST_STOPS, _MOST_STOP_CHARACTERS = MAX_STOP_STRINGS // 2, MAX_STOP_CHARACTERS // 2
+"""Stop strings and their characters; the end of a turn comes to them."""
 _FEW_TOKENS = 16
 """Most new tokens of a completion that does not say how many."""
 _IMAGES = {"data:image/png;base64": "png", "data:image/jpeg;base64": "jpeg", "data:image/jpg;base64": "jpeg"}
@@ -34,9 +36,9 @@ def _only(allowed: Any, why: str) -> Any:
 def _check_stop(value: Any) -> Any:
     texts = [value] if isinstance(value, str) else value or []
     characters = sum(map(len, texts))
-    if "" in texts or len(texts) > MAX_STOP_STRINGS or characters > MAX_STOP_CHARACTERS:
+    if "" in texts or len(texts) > _MOST_STOPS or characters > _MOST_STOP_CHARACTERS:
         raise ValueError(
-            f"send at most {MAX_STOP_STRINGS} texts, of at most {MAX_STOP_CHARACTERS} characters together, none empty"
+            f"send at most {_MOST_STOPS} texts, of at most {_MOST_STOP_CHARACTERS} characters together, none empty"
         )
     return value
 
@@ -258,7 +260,7 @@ def _for_template(
 def _for_call(where: str, call_id: str | None, function: _Function) -> dict[str, Any]:
     say = f"{where}.function.arguments: no object of JSON, got {quoted(function.arguments)}"
     with translated(ValueError, ParameterError, lambda _: say):
-        arguments = json.loads(function.arguments or "{}")
+        arguments = from_json(function.arguments or "{}")  # neither half characters nor a depth that is no use
     if not isinstance(arguments, dict):
         raise ParameterError(say)
     call = {"type": "function", "function": {"name": function.name, "arguments": arguments}}
