@@ -117,6 +117,17 @@ def test_an_answer_is_the_sdks_sample_streamed_or_not(
         assert len(choices) > 3, "the tokens came together"
 
 
+def test_a_long_conversation_is_parsed_and_rendered_beside_the_server(
+    client: openai.OpenAI, family_dir: Callable[[str], Path]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(family_dir("qwen3"))
+    talk = [{"role": "user", "content": f"{number}: a kettle for Köln. " * 60} for number in range(30)]
+    text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    reply = ask(client, messages=talk, max_tokens=1)
+    assert reply.model_extra["prompt_token_ids"] == tokenizer.encode(text, add_special_tokens=False)
+    assert reply.usage.prompt_tokens > 16_000
+
+
 def test_settings_of_sampling_are_those_of_the_sdk(client: openai.OpenAI, service: tinker.ServiceClient) -> None:
     settings: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "max_tokens": 9}
     reply = ask(client, n=3, extra_body=IDS | {"top_k": 40}, **settings)
