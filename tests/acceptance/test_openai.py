@@ -227,8 +227,9 @@ def test_a_model_names_its_weights(client: openai.OpenAI, service: tinker.Servic
     assert [model.id for model in client.models.list()][:3] == ["text", "vision", "tools"]
     inflight = trained.save_weights_and_get_sampling_client(kind="inflight").result()
     assert tokens_of(ask(client, live).choices[0]) == sampled(inflight, prompt)[0].tokens
-    with pytest.raises(openai.NotFoundError, match="not served here"):
+    with pytest.raises(openai.NotFoundError, match="not served here") as absent:
         ask(client, "nothing")
+    assert (absent.value.param, absent.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.BadRequestError, match="behind the semicolon stands a path") as refused:
         ask(client, "text;nothing")
     assert refused.value.param == "model"

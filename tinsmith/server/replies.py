@@ -165,9 +165,11 @@ def _asks_as_openai(request: Request) -> bool:
 def openai_error(request: Request, error: Exception) -> dict[str, Any]:
     """An error in the form of OpenAI's API, which names the parameter that is wrong."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    parameter = error.parameter if isinstance(error, ParameterError) else None
+    parameter, code = error.parameter if isinstance(error, ParameterError) else None, _reason_of(error)
+    if isinstance(error, NotFoundError) and request.url.path.endswith("/completions"):
+        parameter, code = "model", "model_not_found"  # nothing else is looked up there
     kind = _OPENAI_TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": _told(request, error), "type": kind, "param": parameter, "code": _reason_of(error)}}
+    return {"error": {"message": _told(request, error), "type": kind, "param": parameter, "code": code}}
 
 
 def _reason_of(error: Exception) -> str:
