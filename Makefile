@@ -7,7 +7,7 @@
 # make test-all run everything there is: slow tests, long random runs, recipes, real vLLM servers
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make mutations        put faults into a copy of the product, one after the other, each of which a test must find (about 6 minutes)
-# make chaos            kill workers, engines, servers and parsers at random moments of an SFT and an RL run, whose curves must not change (an hour)
+# make chaos            kill workers, engines, servers and parsers at random moments of SFT and RL runs, whose curves must not change (an hour; 8 minutes on 16 processors)
 # make invariants       print what Tinsmith promises, and which test guards it
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
 # make test-distributed  run the tests of several workers alone; they are part of `make test`

@@ -1,177 +1,197 @@
-"""Kills processes of a server at random moments of an SFT and an RL run, whose curves must be those of a quiet server.
+"""Kills processes of servers at random moments of SFT and RL runs, whose curves must be those of quiet servers.
 
-Run it with: python -m benchmarks.chaos [--kills 50] [--seed 0], or `make chaos`
+Run it with: python -m benchmarks.chaos [--kills 50] [--jobs 14] [--limit-s 480] [--out DIR], or `make chaos`
 
-One run after the other: datums of two models may share a pass, and round otherwise. A victim is killed or stopped, and
-the next one when some operations have ended since. Every operation must succeed once, and in float32 on a CPU the
-curves must be equal to the last bit. A line of the table is a kind of victim; its seconds go from the signal to the
-next finished operation.
+A run has a server of its own, with one worker or two. In each, everything in `VICTIMS` is killed or stopped once, in
+random order, and the next when some operations have ended since. Runs are spread over `--jobs`, and each writes what it
+has found after each signal; `--join DIR` alone makes table and picture of that (`chaos_table.py`). Every operation must
+succeed once, and in float32 on a CPU the curves must be those of the quiet runs to the last bit. Recovery is the time
+from the signal to the end of the first operation that was sent after it.
 """
 
 import argparse
 import os
 import random
 import signal
-import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from signal import SIGKILL, SIGSTOP
+from typing import Any
 
-import psutil
 import tinker
 from tinker import types
 
+from benchmarks.chaos_table import Finding, Kill, draw, read, table
 from benchmarks.servers import API_KEY, BASE_MODEL, random_datums
 from tests.running import REAL_PROGRAM, Server, serving
 from tinsmith.models.tiny import write_tiny_model
 
 OPTIONS = (
-    *("--kv-cache-gib", "0.1", "--deterministic", "--tokens-per-pass", "512"),
-    *("--worker-still-s", "5", "--engine-silent-s", "2", "--engine-hung-s", "15"),
+    *("--kv-cache-gib", "0.1", "--deterministic", "--tokens-per-pass", "512", "--device", "cpu"),
+    *("--worker-still-s", "5", "--engine-silent-s", "2", "--engine-hung-s", "6"),
 )
 """What is stopped is found soon, samples depend on their request alone, and operations take several passes."""
 
-PROMPTS, ANSWER = 4, 12
-"""Prompts of an RL step, and tokens of each answer."""
+PROMPTS, ASKED, ANSWER = 8, 120, 12
+"""Prompts of an RL step, and tokens of each and of its answer: the body is large enough for the parser."""
 
-Victims = tuple[str, signal.Signals]
-"""Names of processes that get a signal together, and the signal."""
+VOCABULARY = 2048
+
+TEXTS = 4
+"""Batches of an SFT run, which learns them by heart."""
+
+STOPPED_S = 3.0
+"""Seconds for which a server is stopped. Nobody ends it: it may be that its machine slept."""
+
+MOST_S = 200.0
+"""Seconds after which a run that does not come on has failed."""
+
+Victims = tuple[tuple[str, signal.Signals], ...]
+"""Processes that get their signals together."""
 
 VICTIMS: Sequence[Victims] = (
-    ("worker", signal.SIGKILL),
-    ("engine", signal.SIGKILL),
-    ("server", signal.SIGKILL),
-    ("worker", signal.SIGSTOP),
-    ("engine", signal.SIGSTOP),
-    ("parser", signal.SIGKILL),
-    ("engine worker", signal.SIGKILL),
-    ("server engine worker", signal.SIGKILL),
+    (("worker", SIGKILL),),
+    (("engine", SIGKILL),),
+    (("server", SIGKILL),),
+    (("parser", SIGKILL),),
+    (("worker", SIGSTOP),),
+    (("engine", SIGSTOP),),
+    (("server", SIGSTOP),),
+    (("engine", SIGKILL), ("worker", SIGKILL)),
+    (("server", SIGKILL), ("engine", SIGKILL), ("worker", SIGKILL), ("parser", SIGKILL)),
 )
 
-MODULES = {"worker": "tinsmith.worker", "engine": "tinsmith.engine", "parser": "tinsmith.server.parser_process"}
-"""Modules that victims run; the server is known."""
-
-MOST_S = 600.0
-"""Seconds after which a run that does not come on has failed."""
+MODULES = {"engine": "tinsmith.engine", "parser": "tinsmith.server.parser_process"}
+"""Modules that victims run; servers are known, and workers have names."""
 
 
 @dataclass(eq=False)
 class Run:
-    """A training run and its curve: each number of each operation, in order."""
+    """A training run and its curve: what each operation has given, in order."""
 
-    curve: list[float] = field(default_factory=list)
+    curve: list[tuple[str, float]] = field(default_factory=list)
+    """What each number is, and the number."""
+    operations: int = 0
+    """Operations that have ended."""
+    newest: float = 0.0
+    """When the newest of them was sent, in seconds of the monotonic clock."""
+
+    def send(self, operation: Callable[[], Any]) -> Callable[[], Any]:
+        """Send an operation; returns what waits for its result."""
+        sent, future = time.monotonic(), operation()
+
+        def result() -> Any:
+            found = future.result(timeout=MOST_S)
+            self.operations += 1
+            self.newest = max(self.newest, sent)
+            return found
+
+        return result
 
     def train(self, client: tinker.TrainingClient, data: list[types.Datum], loss: types.LossFnType) -> None:
         """Take a step, both operations of which are sent at once."""
-        passed = client.forward_backward(data, loss)
-        stepped = client.optim_step(types.AdamParams(learning_rate=1e-2))
-        self.curve.append(passed.result(timeout=MOST_S).metrics["loss:sum"])
-        self.curve.append((stepped.result(timeout=MOST_S).metrics or {})["grad_norm"])
+        passed = self.send(lambda: client.forward_backward(data, loss))
+        stepped = self.send(lambda: client.optim_step(types.AdamParams(learning_rate=3e-3)))
+        self.curve.append(("loss", passed().metrics["loss:sum"]))
+        self.curve.append(("gradient norm", (stepped().metrics or {})["grad_norm"]))
 
 
 def sft(service: tinker.ServiceClient, run: Run, goes_on: Callable[[], bool]) -> None:
-    """Train on random texts; some steps gather gradients of several calls, and some are saved."""
-    client = service.create_lora_training_client(base_model=BASE_MODEL, rank=8, seed=1).result()
+    """Learn a few texts; steps gather gradients of two calls, and some are saved."""
+    client = run.send(lambda: service.create_lora_training_client(base_model=BASE_MODEL, rank=8, seed=1))()
     step = 0
     while goes_on():
         step += 1
-        gathered = client.forward_backward(random_datums([300, 200, 100], seed=1000 + step), "cross_entropy")
-        run.curve.append(gathered.result(timeout=MOST_S).metrics["loss:sum"])
-        run.train(client, random_datums([200] * 6, seed=step), "cross_entropy")
+        more = random_datums([300, 200, 100], seed=1000 + step % TEXTS)
+        gathered = run.send(partial(client.forward_backward, more, "cross_entropy"))
+        run.curve.append(("gathered", gathered().metrics["loss:sum"]))
+        run.train(client, random_datums([200] * 6, seed=step % TEXTS), "cross_entropy")
         if step % 5 == 0:
-            client.save_state(f"step-{step}").result(timeout=MOST_S)
+            run.send(partial(client.save_state, f"step-{step}"))()
 
 
 def rl(service: tinker.ServiceClient, run: Run, goes_on: Callable[[], bool]) -> None:
     """Sample answers with the newest weights, and reinforce small tokens."""
-    client = service.create_lora_training_client(base_model=BASE_MODEL, rank=8, seed=2).result()
+    client = run.send(lambda: service.create_lora_training_client(base_model=BASE_MODEL, rank=8, seed=2))()
     step = 0
     while goes_on():
         step += 1
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = run.send(client.save_weights_and_get_sampling_client)()
         params = types.SamplingParams(max_tokens=ANSWER, temperature=1.0, seed=step, stop=[])
-        prompts = [list(range(10 * number, 10 * number + 6)) for number in range(1, PROMPTS + 1)]
-        futures = [sampler.sample(types.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
-        data = []
-        for prompt, future in zip(prompts, futures, strict=True):
-            answer = future.result(timeout=MOST_S).sequences[0]
-            assert answer.logprobs is not None
-            run.curve += [float(token) for token in answer.tokens]
+        prompts = [list(range(10 * number, 10 * number + ASKED)) for number in range(1, PROMPTS + 1)]
+        answered = [
+            run.send(partial(sampler.sample, types.ModelInput.from_ints(prompt), 1, params)) for prompt in prompts
+        ]
+        data, rewards = [], []
+        for prompt, result in zip(prompts, answered, strict=True):
+            answer = result().sequences[0]
+            run.curve += [("token", float(token)) for token in answer.tokens]
+            rewards.append(sum(token < VOCABULARY // 2 for token in answer.tokens) / ANSWER)
             before = len(prompt) - 1
-            advantage = 1.0 if sum(answer.tokens) < 1000 * ANSWER else -1.0
             inputs = {
                 "target_tokens": [*prompt[1:], *answer.tokens],
                 "logprobs": [0.0] * before + list(answer.logprobs),
-                "advantages": [0.0] * before + [advantage] * len(answer.tokens),
+                "advantages": [0.0] * before + [rewards[-1] - 0.5] * len(answer.tokens),
             }
             tokens = types.ModelInput.from_ints([*prompt, *answer.tokens[:-1]])
             data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))  # type: ignore[arg-type]
+        run.curve.append(("reward", sum(rewards) / PROMPTS))
         run.train(client, data, "importance_sampling")
 
 
-KINDS = (sft, rl)
+Kind = Callable[[tinker.ServiceClient, Run, Callable[[], bool]], None]
+KINDS: dict[str, Kind] = {"sft": sft, "rl": rl}
 
 
 @contextmanager
-def server_in(directory: Path, program: list[str]) -> Iterator[Server]:
-    """Serve a tiny model from a new directory."""
-    directory.mkdir()
-    write_tiny_model("qwen3", directory / "model", hidden=64, layers=2, vocab=2048)
-    model = f"{BASE_MODEL}={directory / 'model'}"
-    with serving(directory, "--base-model", model, *OPTIONS, program=program) as server:
+def server_in(directory: Path, workers: int, program: list[str]) -> Iterator[Server]:
+    """Serve a tiny model from a directory."""
+    write_tiny_model("qwen3", directory / "model", hidden=64, layers=2, vocab=VOCABULARY)
+    options = ("--base-model", f"{BASE_MODEL}={directory / 'model'}", "--workers", str(workers), *OPTIONS)
+    with serving(directory, *options, program=program) as server:
         server.wait_for_health()
         yield server
 
 
-def trained(server: Server, kind: Callable[..., None], run: Run, goes_on: Callable[[], bool]) -> None:
+def trained(server: Server, kind: str, run: Run, goes_on: Callable[[], bool]) -> None:
     """Let a run go on until it is told to end."""
     with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
-        kind(service, run, goes_on)
+        KINDS[kind](service, run, goes_on)
 
 
-def pid_of(server: Server, victim: str) -> int:
-    """The process id of a victim, as soon as there is one."""
+def pids_of(server: Server, victim: str) -> list[int]:
+    """The processes of a victim."""
     if victim == "server":
-        return server.pid
-    deadline = time.monotonic() + MOST_S
-    while time.monotonic() < deadline:
-        for child in psutil.Process(server.pid).children(recursive=True):
-            with suppress(psutil.Error):  # it has ended meanwhile
-                if MODULES[victim] in child.cmdline() and (victim != "worker" or child.name() == victim):
-                    return child.pid  # and no worker that stands by
-        time.sleep(0.01)
-    raise AssertionError(f"there is no {victim}")
-
-
-@dataclass(eq=False)
-class Found:
-    """What has come of it."""
-
-    runs: dict[str, Run] = field(default_factory=dict)
-    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """From each signal to the next finished operation, by victim."""
+        return [server.pid]
+    if victim == "worker":
+        return server.worker_pids()
+    return [server.child_of(server.pid, MODULES[victim])]
 
 
 @dataclass(eq=False)
 class Chaos:
-    """Kills victims while a run goes on, and measures how long it then takes until one of its operations has ended.
+    """Kills victims while a run goes on, and measures how long it takes to come on again.
 
     A server that was killed is started again at once.
     """
 
     server: Server
     run: Run
+    finding: Finding
     chance: random.Random
-    seconds: defaultdict[str, list[float]]
-    """From each signal to the next finished operation, by victim."""
-    find: Callable[[Server, str], int]
-    """Finds the process of a victim."""
+    until: float
+    """When the last signal may be sent, in seconds of the monotonic clock."""
+    write: Callable[[], None]
+    """Writes the finding."""
     has_ended: threading.Event = field(default_factory=threading.Event)
 
     def goes_on(self) -> bool:
@@ -179,79 +199,167 @@ class Chaos:
         return not self.has_ended.is_set()
 
     def rage(self, victims: Sequence[Victims]) -> None:
-        """Kill one victim after the other."""
+        """Kill one after the other."""
         try:
-            for names, sign in victims:
-                self._wait(len(self.run.curve) + 3)
+            for each in victims:
+                self._wait(lambda done=self.run.operations: self.run.operations >= done + 3)  # type: ignore[misc]
+                if time.monotonic() > self.until:
+                    return
                 time.sleep(self.chance.uniform(0.0, 1.0))
-                pids = [self.find(self.server, name) for name in names.split()]
-                before, started = len(self.run.curve), time.monotonic()
-                for pid in pids:
-                    os.kill(pid, sign)
-                if "server" in names.split():
-                    self.server.start_again()
-                self._wait(before + 1)
-                self.seconds[f"{names} {sign.name}"].append(time.monotonic() - started)
+                self._kill(each)
+                self.write()
         finally:
             self.has_ended.set()
 
-    def _wait(self, length: int) -> None:
+    def _kill(self, victims: Victims) -> None:
+        pids = [self.chance.choice(self._wait(partial(pids_of, self.server, name))) for name, _ in victims]
+        place, started = len(self.run.curve), time.monotonic()
+        for pid, (_, sign) in zip(pids, victims, strict=True):
+            os.kill(pid, sign)
+        if ("server", SIGKILL) in victims:
+            self.server.start_again()
+        if ("server", SIGSTOP) in victims:
+            time.sleep(STOPPED_S)
+            os.kill(self.server.pid, signal.SIGCONT)
+        self._wait(lambda: self.run.newest > started)
+        self.finding.kills.append(Kill(named(victims), place, time.monotonic() - started))
+
+    def _wait(self, look: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + MOST_S
-        while len(self.run.curve) < length:
+        while not (found := look()):
             assert time.monotonic() < deadline, "no operation has ended"
+            assert self.goes_on(), "the run has ended"
             time.sleep(0.005)
+        return found
 
 
-def chaos(
-    directory: Path,
-    kills: int,
-    seed: int,
-    victims: Sequence[Victims] = VICTIMS,
-    program: list[str] = REAL_PROGRAM,
-    find: Callable[[Server, str], int] = pid_of,
-) -> Found:
-    """Compare disturbed runs with quiet ones; `kills` signals are sent during each.
-
-    Raises what an operation failed with, and AssertionError if a curve is another one.
-    """
-    found, chance = Found(), random.Random(seed)
-    each = [victims[number % len(victims)] for number in range(kills)]
-    with server_in(directory / "disturbed", program) as server:
-        for kind in KINDS:
-            run = found.runs[kind.__name__] = Run()
-            wild = Chaos(server, run, chance, found.seconds, find)
-            with ThreadPoolExecutor(1) as thread:
-                raging = thread.submit(wild.rage, each)
-                trained(server, kind, run, wild.goes_on)
-                raging.result()
-    with server_in(directory / "quiet", program) as server:
-        for kind in KINDS:
-            require_same(server, kind, found.runs[kind.__name__].curve)
-    return found
+def named(victims: Victims) -> str:
+    """Name what gets which signal."""
+    signs = {sign: [name for name, its in victims if its == sign] for _, sign in victims}
+    return ", ".join(f"{sign.name} {' and '.join(names)}" for sign, names in signs.items())
 
 
-def require_same(server: Server, kind: Callable[..., None], disturbed: list[float]) -> None:
-    """Run undisturbed for as long; raises AssertionError for the first number that is another one."""
-    run = Run()
-    trained(server, kind, run, lambda: len(run.curve) < len(disturbed))
-    for place, (other, quiet) in enumerate(zip(disturbed, run.curve, strict=False)):
-        assert other == quiet, f"{kind.__name__}: number {place} is {other}, and {quiet} in a quiet run"
+@dataclass(frozen=True)
+class Task:
+    """A run with one or two workers, which the victims disturb; without any it is quiet."""
+
+    kind: str
+    workers: int
+    number: int = 0
+    victims: Sequence[Victims] = ()
+
+    @property
+    def file(self) -> str:
+        return f"{self.kind}-{self.workers}-{self.number:03}.json"
+
+    def finding(self) -> Finding:
+        """Nothing yet."""
+        return Finding(self.kind, self.workers, not self.victims)
 
 
-def main() -> None:
-    """Print the table."""
+def disturb(task: Task, out: Path, seed: int, until: float = float("inf"), program: list[str] = REAL_PROGRAM) -> None:
+    """Run a task, and write what is found into `out` as it comes; what an operation fails with is a part of it."""
+    if time.monotonic() > until:
+        return
+    run, finding = Run(), task.finding()
+    finding.curve = run.curve
+    chance = random.Random(f"{seed} {task.file}")
+
+    def write() -> None:
+        finding.operations = run.operations
+        finding.write(out / task.file)
+
+    with tempfile.TemporaryDirectory() as directory, server_in(Path(directory), task.workers, program) as server:
+        wild = Chaos(server, run, finding, chance, until, write)
+        with ThreadPoolExecutor(2) as threads:
+            training = threads.submit(trained, server, task.kind, run, wild.goes_on)
+            training.add_done_callback(lambda _: wild.has_ended.set())
+            raging = threads.submit(wild.rage, chance.sample(task.victims, len(task.victims)))
+        error = training.exception() or raging.exception()
+        if error is not None:
+            finding.failed = repr(error)
+            (out / task.file).with_suffix(".log").write_text(server.log.read_text())
+        write()
+
+
+def keep_quiet(task: Task, out: Path, program: list[str] = REAL_PROGRAM) -> None:
+    """Run undisturbed for as long as the disturbed runs of the same kind, which may still go on."""
+    run, finding = Run(), task.finding()
+    finding.curve = run.curve
+
+    def goes_on() -> bool:
+        while len(run.curve) >= longest(out, task):
+            finding.write(out / task.file)
+            if (out / ENDED).exists():
+                return len(run.curve) < longest(out, task)
+            time.sleep(0.5)
+        return True
+
+    with tempfile.TemporaryDirectory() as directory, server_in(Path(directory), task.workers, program) as server:
+        trained(server, task.kind, run, goes_on)
+    finding.write(out / task.file)
+
+
+ENDED = "ended"
+"""A file that is there when no disturbed run goes on."""
+
+
+def longest(out: Path, task: Task) -> int:
+    """Numbers in the longest curve of the same kind."""
+    return max((len(found.curve) for found in read([out]) if found.is_like(task.kind, task.workers)), default=0)
+
+
+def tasks(kills: int) -> list[Task]:
+    """The runs, in which everything in VICTIMS is killed at least so many times together; kinds take turns."""
+    combinations = [(kind, workers) for workers in (1, 2) for kind in KINDS]
+    rounds = -(-kills // len(combinations))
+    return [Task(kind, workers, number, VICTIMS) for number in range(1, rounds + 1) for kind, workers in combinations]
+
+
+def run_all(out: Path, kills: int, seed: int, jobs: int, until: float) -> None:
+    """Run all tasks in `jobs` processes, beside quiet runs."""
+    disturbed = tasks(kills)
+    quiet = [Task(kind, workers) for kind, workers in dict.fromkeys((task.kind, task.workers) for task in disturbed)]
+    context = get_context("spawn")
+    with (
+        ProcessPoolExecutor(len(quiet), context) as beside,
+        ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool,
+    ):
+        waiting = [beside.submit(keep_quiet, task, out) for task in quiet]
+        try:
+            for done in [pool.submit(disturb, task, out, seed, until) for task in disturbed]:
+                done.result()
+        finally:
+            (out / ENDED).touch()
+        for done in waiting:
+            done.result()
+
+
+def main() -> int:
+    """Run, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50, help="signals that are sent in each run")
+    parser.add_argument("--kills", type=int, default=50, help="times that everything is killed, over all runs together")
+    processors = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=max(1, processors - 2), help="runs at a time: a processor each")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin nothing after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="new directory for what is found; otherwise one that is deleted")
+    parser.add_argument("--join", type=Path, nargs="+", help="run nothing: read these directories")
+    parser.add_argument("--picture", type=Path, default=Path("benchmarks/results/chaos.svg"))
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        found = chaos(Path(directory), asked.kills, asked.seed)
-    print("| victim | signals | median s | slowest s |\n|---|---|---|---|")
-    for victim, times in found.seconds.items():
-        print(f"| {victim} | {len(times)} | {statistics.median(times):.1f} | {max(times):.1f} |")
-    lengths = ", ".join(f"{name} {len(run.curve)}" for name, run in found.runs.items())
-    print(f"The curves equal those of a quiet server to the last bit; numbers compared: {lengths}.")
+    until = time.monotonic() + asked.limit_s
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as temporary:
+        out = asked.out or Path(temporary) / "found"
+        if not asked.join:
+            out.mkdir(parents=True)
+            run_all(out, asked.kills, asked.seed, asked.jobs, until)
+        findings = read(asked.join or [out])
+    lines, is_good = table(findings)
+    print("\n".join(lines), flush=True)
+    draw(findings, asked.picture)
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

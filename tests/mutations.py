@@ -97,8 +97,8 @@ MUTATIONS = (
     Mutation(
         "a neighbour in memory takes the place of a tensor in its checkpoint",
         "tinsmith/training/tensor_files.py",
-        "places = deque((layout.starts[name], whole[name].nbytes) for name in names)",
-        "places = deque((layout.starts[name], whole[name].nbytes) for name in sorted(names))",
+        "TensorFile.of({name: (tensor.dtype, tensor.shape) for name, tensor in whole.items()})",
+        "TensorFile.of({name: (tensor.dtype, tensor.shape) for name, tensor in sorted(whole.items())})",
         ("tests/training/test_tensor_files.py",),
     ),
     Mutation(
@@ -774,8 +774,8 @@ MUTATIONS = (
     Mutation(
         "AdamW's moments are not saved",
         "tinsmith/training/backend.py",
-        "moments = model.moments() if optimizer else None",
-        "moments = {} if optimizer else None",
+        "copy_beside(about, model.weights, model.copied_moments() if optimizer else None)",
+        "copy_beside(about, model.weights, dict if optimizer else None)",
         (CHECKPOINT,),
     ),
     Mutation(

@@ -115,7 +115,7 @@ class Server:
 
     def engine_pid(self) -> int:
         """The engine, which is a child of the server."""
-        return self._child_of(self.pid, "tinsmith.engine")
+        return self.child_of(self.pid, "tinsmith.engine")
 
     def worker_pid(self) -> int:
         """The only worker, once it has been told what it works for."""
@@ -130,7 +130,7 @@ class Server:
                 found[psutil.Process(pid).name()] = pid
         return [found[name] for name in sorted(found, key=lambda name: (len(name), name)) if name.startswith("worker")]
 
-    def _child_of(self, pid: int, module: str) -> int:
+    def child_of(self, pid: int, module: str) -> int:
         """The process that runs this module, once it has been started."""
 
         def look() -> int | None:

@@ -3,8 +3,9 @@
 Published shapes with random weights in bfloat16, through `tinsmith serve` and the SDK; their files lie in memory.
 Parts:
 
-- dense    Qwen3-4B, LoRA of rank 32: steps of 4×1,024 tokens without copies and with the default's, and seconds from a
-           SIGKILL of the worker to the next finished step
+- dense    Qwen3-4B, LoRA of rank 32: seconds from a SIGKILL of the worker to the next finished step of 4×1,024 tokens;
+           and what a copy costs. Steps are compared by how many came since the last copy: the sum of what the median of
+           each of the first ones takes longer than that of the later ones, against the 5 s between copies by default.
 - experts  the second, Qwen3.6-35B-A3B
 - many     Qwen3-4B: 200 models of rank 8, each stepped in turn on one sequence of 1,024 tokens
 
@@ -17,25 +18,31 @@ import signal
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tinker
-from tinker import types
 
 from benchmarks.gpu.measuring import DEVICE, TINY, Figures, begin, figure, isolated_series, release
 from benchmarks.gpu.sampling import SHARED_MEMORY
 from benchmarks.gpu.shapes import configuration, network_of, write_surroundings
 from benchmarks.gpu.user_day import Day, step
 from benchmarks.servers import API_KEY, random_datums
+from benchmarks.timing import seconds
 from tests.running import serving
+from tinsmith.config import TrainingConfig
+from tinsmith.store.files import kept_copies
 
 BATCH = [32 if TINY else 1024] * 4
-STEPS = 8 if TINY else 100
+STEPS = 8 if TINY else 25
 DEATHS = 2
 MODELS = 6 if TINY else 200
+COPY_STEPS, COPIES_AFTER_S, LATE = (60, 0.5, 4) if TINY else (200, 2.4, 9)
+"""Steps, seconds of work before each copy, and the number of steps behind it of which none pays for it any more."""
 SETTLE_S = 10.0
 """Seconds before each death: another worker stands by then."""
 
@@ -49,7 +56,8 @@ def folder_with(shape: str) -> Iterator[Path]:
         folder = Path(temporary)
         config = configuration(shape)
         network = network_of(config)
-        network.save_pretrained(write_surroundings(config, folder / "model"))
+        # In small files: each passes through the memory in which they all lie
+        network.save_pretrained(write_surroundings(config, folder / "model"), max_shard_size="4GB")
         del network
         release()
         patch.setenv("TRITON_CACHE_DIR", str(folder / "kernels"))
@@ -67,37 +75,45 @@ def day_in(folder: Path, *options: str) -> Iterator[Day]:
 
 
 def dense() -> Cases:
-    """Steps without copies and with the default's, each against the median step of the same server; then deaths."""
-    data, mean_s, excess = random_datums(BATCH), dict[str, float](), dict[str, float]()
+    """Deaths, a new model, and the cost of a copy."""
     with folder_with("4B") as folder:
-        for name, options in (("without", ("--kept-copies-gib", "0")), ("default", ())):
-            with day_in(folder, *options) as day:
-                model = day.model()
-                times = [_seconds(model, data) for _ in range(STEPS + 3)][3:]
-                mean_s[name] = statistics.mean(times)
-                excess[name] = mean_s[name] / statistics.median(times)
-                if name == "default":
-                    yield "death", deaths(day, model)
-    found = {"without_s": mean_s["without"], "default_s": mean_s["default"]}
-    yield "cost", found | {"ratio": excess["default"] / excess["without"]}
+        with day_in(folder) as day:
+            yield "death", deaths(day, day.model())
+            made = [seconds(lambda: day.model(rank=8)) for _ in range(9)]
+            yield "new_model", {"median_s": statistics.median(made), "slowest_s": max(made)}
+        with day_in(folder, "--replay-s", str(COPIES_AFTER_S)) as day:
+            yield "cost", cost(day.model(), folder / "data")
 
 
-def _seconds(model: tinker.TrainingClient, data: list[types.Datum]) -> float:
-    began = time.perf_counter()
-    step(model, data)
-    return time.perf_counter() - began
+def cost(model: tinker.TrainingClient, data_dir: Path) -> Figures:
+    """What a copy costs, from the steps after it."""
+    data, copied = random_datums(BATCH), set[int]()
+    kept = kept_copies(data_dir, model.get_info().model_id)
+    times = []
+    for _ in range(COPY_STEPS):
+        times.append(seconds(lambda: step(model, data)))
+        copied |= {int(each.name) // 2 - 1 for each in kept.glob("[0-9]*")}  # named by seq_id: two a step
+    after: dict[int, list[float]] = defaultdict(list)
+    since = LATE
+    for number, taken in enumerate(times):
+        since = 0 if number in copied else since + 1
+        if number > min(copied) + LATE:  # not the first steps, which compile
+            after[min(since, LATE)].append(taken)
+    late = statistics.median(after.pop(LATE))
+    cost_s = sum(statistics.median(each) - late for each in after.values())
+    return {"copies": len(copied), "late_s": late, "copy_s": cost_s, "ratio": 1 + cost_s / TrainingConfig.replay_s}
 
 
 def deaths(day: Day, model: tinker.TrainingClient) -> Figures:
     """Kill the worker after some steps, again and again; the step behind it is sent at once."""
-    data, seconds = random_datums(BATCH), list[float]()
+    data, taken = random_datums(BATCH), list[float]()
     for _ in range(DEATHS):
         time.sleep(SETTLE_S)
-        for _ in range(STEPS // 4 + 1):
+        for _ in range(STEPS):
             step(model, data)
         os.kill(day.server.worker_pid(), signal.SIGKILL)
-        seconds.append(_seconds(model, data))
-    return {"median_s": statistics.median(seconds), "slowest_s": max(seconds)}
+        taken.append(seconds(lambda: step(model, data)))
+    return {"median_s": statistics.median(taken), "slowest_s": max(taken)}
 
 
 def experts() -> Cases:
@@ -110,15 +126,9 @@ def many() -> Cases:
     """Two rounds over all models: every one is made, stepped, and found again."""
     data = random_datums(BATCH[:1])
     with folder_with("4B") as folder, day_in(folder) as day:
-        began = time.perf_counter()
-        models = [day.model(rank=8) for _ in range(MODELS)]
-        made_s = (time.perf_counter() - began) / MODELS
-        rounds = []
-        for _ in range(2):
-            began = time.perf_counter()
-            for model in models:
-                step(model, data)
-            rounds.append((time.perf_counter() - began) / MODELS)
+        models: list[tinker.TrainingClient] = []
+        made_s = statistics.mean(seconds(lambda: models.append(day.model(rank=8))) for _ in range(MODELS))
+        rounds = [statistics.mean(seconds(partial(step, model, data)) for model in models) for _ in range(2)]
     yield "", {"models": MODELS, "made_s": made_s, "first_step_s": rounds[0], "step_s": rounds[1]}
 
 

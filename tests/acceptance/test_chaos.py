@@ -1,23 +1,33 @@
-"""Two runs on a server whose processes die at random moments: the short form of `make chaos`.
+"""Two runs on servers whose processes die at random moments: the short form of `make chaos`.
 
 Invariant: Whatever moment worker, engine and server are killed at, every operation succeeds once, and the curves of
 supervised and reinforcement learning are those of an undisturbed server to the last bit.
 """
 
-import signal
 from pathlib import Path
+from signal import SIGKILL
 
-from benchmarks.chaos import chaos
+import pytest
+
+from benchmarks.chaos import ENDED, KINDS, Task, disturb, keep_quiet
+from benchmarks.chaos_table import differs_at, read, table
 from tests.extent import amount
-from tests.running import PROGRAM, Server
+from tests.running import PROGRAM
+
+VICTIMS = [((name, SIGKILL),) for name in ("worker", "engine", "server")] * amount(1, 4)
 
 
-def test_curves_are_the_same_though_processes_are_killed_at_random_moments(tmp_path: Path) -> None:
-    def find(server: Server, victim: str) -> int:
-        if victim == "server":
-            return server.pid
-        return server.worker_pid() if victim == "worker" else server.engine_pid()
-
-    victims = [(name, signal.SIGKILL) for name in ("worker", "engine", "server")]
-    found = chaos(tmp_path, amount(3, 12), 33, victims, PROGRAM, find)
-    assert {name: len(run.curve) > 6 for name, run in found.runs.items()} == {"sft": True, "rl": True}
+@pytest.mark.parametrize("kind", KINDS)
+def test_curves_are_the_same_though_processes_are_killed_at_random_moments(kind: str, tmp_path: Path) -> None:
+    disturb(Task(kind, 1, 1, VICTIMS), tmp_path, 33, program=PROGRAM)
+    (tmp_path / ENDED).touch()
+    keep_quiet(Task(kind, 1), tmp_path, PROGRAM)
+    found = read([tmp_path])
+    lines, is_good = table(found)
+    assert is_good, lines
+    quiet, disturbed = found
+    assert len(disturbed.kills) == len(VICTIMS)
+    assert len(quiet.curve) >= len(disturbed.curve) > 2 * len(VICTIMS)
+    quiet.curve[-3] = ("loss", 0.0)
+    assert not table(found)[1]
+    assert differs_at(quiet.curve, disturbed.curve) == len(quiet.curve) - 3

@@ -112,7 +112,7 @@ def test_a_damaged_optimizer_is_refused(text_base: BaseModel, tmp_path: Path, ra
     for moments, reason in (
         (None, ""),
         ({"nothing.exp_avg": torch.zeros(1)}, ".*nothing.exp_avg belongs to no tensor"),
-        (state.moments | {f"{name}.step": torch.tensor(7.0)}, ".*have made 2 to 7 steps"),
+        ({**state.moments, f"{name}.step": torch.tensor(7.0)}, ".*have made 2 to 7 steps"),
         (missing, f".*{name}.exp_avg is missing"),
     ):
         if moments is None:
@@ -167,7 +167,7 @@ def test_another_base_model_is_refused(family_base: Callable[[str], BaseModel], 
         moved = {f"{part}.k.b": torch.cat([keys, values[:1]]), f"{part}.v.b": values[1:].clone()}
     else:
         moved = {"layers.0.linear_attn.A_log": torch.zeros(5)}
-    write_state(replace(state, tensors=state.tensors | moved), tmp_path / "c")
+    write_state(replace(state, tensors={**state.tensors, **moved}), tmp_path / "c")
     for other, reason in ((base, r"tiny \(qwen3_5\): modules or"), (family_base("llama"), r"tiny \(llama\)")):
         with pytest.raises(UserError, match=r"was made for tiny \(qwen3_5\) and does not fit base model " + reason):
             read_state(tmp_path / "c", other)

@@ -67,7 +67,7 @@ def state_of(backend: LocalBackend, name: str) -> dict[str, Tensor]:
     state = backend.copy_state(name, optimizer=True)
     optimizer = backend.optimizers[name]
     assert isinstance(optimizer.weights, Adapter)
-    found = state.tensors | (state.moments or {}) | {"working": optimizer.weights.flat_working.detach()}
+    found = {**state.tensors, **(state.moments or {}), "working": optimizer.weights.flat_working.detach()}
     if optimizer.accumulator.totals is not None:
         found["gradients"] = optimizer.accumulator.totals[0]
     return {key: tensor.clone() for key, tensor in found.items()}

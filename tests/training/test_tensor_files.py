@@ -1,10 +1,10 @@
-"""Files of tensors are those that safetensors writes, to the last byte."""
+"""Files of tensors are read by safetensors, to the last bit."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.bases import DEVICE
@@ -38,9 +38,13 @@ def moments() -> dict[str, Tensor]:
     ],
     ids=["none", "neighbours", "moments", "many", "odd name", "turned", "two precisions"],
 )
-def test_a_file_is_that_of_safetensors(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_safetensors_reads_a_file(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    for name in ("one", "other"):
+        write_tensors({key: tensor.detach().clone() for key, tensor in tensors.items()}, tmp_path / name)
     write_tensors(tensors, tmp_path / "ours")
-    save_file(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, tmp_path / "theirs"
-    )
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    found = load_file(tmp_path / "ours")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor.detach().cpu())
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()  # wherever they lie

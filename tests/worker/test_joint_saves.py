@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.bases import datum, load, random_tokens, renderer
 from tests.worker.test_background import delivered
@@ -130,10 +130,14 @@ def exported_to(place: str) -> ExportModel:
     return ExportModel(1, "tiny", MODEL, [], saved_to(place).checkpoint | {"kind": "external"})
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    """The files below a directory but for the manifest."""
+def contents(directory: Path) -> dict[str, Any]:
+    """The files below a directory but for the manifest: bytes, or all tensors with their bytes."""
+    files = [file for file in directory.rglob("*") if file.is_file() and file.name != "manifest.json"]
     return {
-        file.name: file.read_bytes() for file in directory.rglob("*") if file.is_file() and file.name != "manifest.json"
+        file.name: {name: (each.shape, each.numpy().tobytes()) for name, each in sorted(load_file(file).items())}
+        if file.suffix == ".safetensors"
+        else file.read_bytes()
+        for file in files
     }
 
 
@@ -147,6 +151,7 @@ def test_the_files_are_those_of_one_worker(
     else:
         write_state(state, tmp_path / "alone")
     expected = contents(tmp_path / "alone")
+    size = sum(file.stat().st_size for file in (tmp_path / "alone").rglob("*") if file.is_file())
     told = workers.written((exported_to if is_export else saved_to)(workers.place), state)
     assert (workers.files.at(workers.place).sizes(), workers.files.finished_places()) == ({}, [])
     workers.finish(told)
@@ -155,7 +160,7 @@ def test_the_files_are_those_of_one_worker(
         manifest = read_manifest(directory, "")
         assert manifest is not None
         verify_files(manifest, directory, "")
-    assert is_export or workers.answers == [{"has_optimizer": True, "size_bytes": sum(map(len, expected.values()))}]
+    assert is_export or workers.answers == [{"has_optimizer": True, "size_bytes": size}]
     assert workers.left[1] == []
 
 

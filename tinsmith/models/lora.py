@@ -96,6 +96,11 @@ class AdapterForm:
         tensors = self.cut(flat)
         return {name: LoraPair(a, b) for name, a, b in zip(self.names, tensors[::2], tensors[1::2], strict=True)}
 
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """The same as MODULE.a and MODULE.b."""
+        names = [f"{name}.{part}" for name in self.names for part in LoraPair._fields]
+        return dict(zip(names, self.cut(flat), strict=True))
+
 
 @dataclass(eq=False, repr=False)
 class Adapter:
@@ -165,9 +170,7 @@ class Adapter:
 
     def named_tensors(self) -> dict[str, Tensor]:
         """All masters in the order of `tensors`, as MODULE.a and MODULE.b."""
-        return {
-            f"{name}.{part}": tensor for name, pair in self.masters.items() for part, tensor in pair._asdict().items()
-        }
+        return self.form.named(self.flat)
 
     def leaves(self) -> list[Tensor]:
         """All working copies, in the order of `tensors`."""
@@ -265,13 +268,18 @@ def new_adapter(shape: LoraShape, layout: Layout, device: torch.device, dtype: t
     The draws come from a CPU generator in the order of the layout, so one seed gives the same adapter on every device.
     """
     generator = torch.Generator("cpu").manual_seed(shape.seed)
-    masters = {}
-    for name, target in layout.covered(shape).items():
+    covered = layout.covered(shape)
+    sizes = [torch.Size(size) for target in covered.values() for size in target.shapes(shape.rank)]
+    counts = [size.numel() for size in sizes]
+    form = AdapterForm(tuple(covered), tuple(sizes))
+    drawn = torch.empty(sum(counts[::2]))  # all A's, which travel to the device at once
+    for target, a in zip(covered.values(), drawn.split(counts[::2]), strict=True):
         bound = 1 / math.sqrt(target.in_features)
-        a, b = target.shapes(shape.rank)
-        drawn = torch.empty(a).uniform_(-bound, bound, generator=generator)
-        masters[name] = LoraPair(drawn, torch.zeros(b))
-    return adapter_of(shape, masters, dtype, device=device)
+        a.uniform_(-bound, bound, generator=generator)
+    flat = torch.zeros(sum(counts), device=device)
+    places = [a.flatten() for a in form.cut(flat)[::2]]  # views
+    torch._foreach_copy_(places, drawn.to(device).split(counts[::2]))
+    return Adapter(shape, dtype, form, flat)
 
 
 @dataclass(frozen=True)

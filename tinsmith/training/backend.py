@@ -189,12 +189,12 @@ class LocalBackend:
     def copied(self, model: Optimizer, about: About, optimizer: bool) -> SavedState:
         """Copy the state of a loaded model, described by `about`."""
         self.memory.pager.bring([model])
-        moments = model.moments() if optimizer else None
-        size = model.weights.parameter_count * 4 * (3 if moments else 1)
-        if isinstance(model.weights, Adapter) and size <= free_memory(self.base.device) - self.memory.promised():
-            return copy_beside(about, model.weights, moments)
+        size = model.weights.parameter_count * 4 * (3 if optimizer and model.has_moments else 1)
+        has_room = size <= free_memory(self.base.device) - self.memory.promised()
+        if has_room and isinstance(model, ModelOptimizer) and isinstance(model.weights, Adapter):
+            return copy_beside(about, model.weights, model.copied_moments() if optimizer else None)
         self.memory.require("the copy that is saved", size, torch.device("cpu"))
-        return copy_to_host(about, model.weights, moments)
+        return copy_to_host(about, model.weights, model.moments() if optimizer else None)
 
     def restore(self, model_id: str, state: SavedState) -> None:
         """Create the model from what `checkpoint.read_state` read, or replace it.

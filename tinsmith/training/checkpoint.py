@@ -13,9 +13,10 @@ Gradients that wait for their optim_step are no part of it. `store/files.py` mak
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from tinsmith.training.update_check import MOMENTS
 FORMAT_VERSION = 2
 
 WEIGHTS_FILE, OPTIMIZER_FILE = "adapter.safetensors", "optimizer.safetensors"
-_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -72,29 +72,45 @@ class SavedState:
     """State of a checkpoint, copied from a model or read from files."""
 
     about: About
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     """Masters by name, in the order of fresh weights: float32, or the base's precision for frozen full weights."""
-    moments: dict[str, Tensor] | None = None
+    moments: Mapping[str, Tensor] | None = None
     """Moments of AdamW (`ModelOptimizer.moments`); None for weights alone."""
 
     def on_host(self) -> "SavedState":
         """Copy to host memory what does not lie there. Any thread may do this, and waits for the device alone."""
-        moments = None if self.moments is None else copied(self.moments, _HOST)
-        return SavedState(self.about, copied(self.tensors, _HOST), moments)
+        moments = None if self.moments is None else copied(self.moments)
+        return SavedState(self.about, copied(self.tensors), moments)
 
 
-def copy_beside(about: About, weights: Adapter, moments: Mapping[str, Tensor] | None) -> SavedState:
-    """Copy weights and moments on the device in few operations; the host does not wait."""
-    device = weights.flat.device
-    remembered = None if moments is None else copied(moments, device, anew=True)
-    return SavedState(about, copied(weights.named_tensors(), device, anew=True), remembered)
+class NamedLater(Mapping[str, Tensor]):
+    """Tensors by name, of which `make` makes views when the first is asked for: that takes longer than to copy them."""
+
+    def __init__(self, make: Callable[[], dict[str, Tensor]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> dict[str, Tensor]:
+        return self._make()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
-def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = False) -> dict[str, Tensor]:
-    """Move tensors to a device, with `anew` as copies in any case.
+def copy_beside(about: About, weights: Adapter, moments: Callable[[], dict[str, Tensor]] | None) -> SavedState:
+    """Copy weights on the device in few operations, to be saved with `moments`; the host does not wait."""
+    masters = NamedLater(partial(weights.form.named, weights.flat.clone()))
+    return SavedState(about, masters, None if moments is None else NamedLater(moments))
 
-    What lies side by side in memory travels at once, and lies so again.
-    """
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Move tensors to the host's memory. What lies side by side in memory travels at once, and lies so again."""
     memories: dict[int, tuple[Tensor, Tensor]] = {}
     """The bytes of each memory, which must not be freed meanwhile, and where they are now."""
 
@@ -102,11 +118,9 @@ def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = Fal
         place = tensor.untyped_storage().data_ptr()
         if place not in memories:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            memories[place] = whole, to_host(whole) if device == _HOST and not anew else whole.to(device, copy=anew)
+            memories[place] = whole, to_host(whole)
         there = memories[place][1].untyped_storage()
-        return torch.empty(0, dtype=tensor.dtype, device=device).set_(
-            there, tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
+        return torch.empty(0, dtype=tensor.dtype).set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     return {name: moved(tensor) for name, tensor in tensors.items()}
 

@@ -230,6 +230,11 @@ class CompactOptimizer:
         return DecodedMoments(self)
 
     @property
+    def has_moments(self) -> bool:
+        """Whether a step has been taken."""
+        return bool(self.remembered)
+
+    @property
     def unclaimed(self) -> int:
         """Bytes of the device that the model will take when it is trained, beyond what it holds now."""
         held = [tensor for kept in self.remembered.values() for tensor in kept.tensors if tensor.device == self.device]

@@ -197,8 +197,25 @@ class ModelOptimizer:
 
     def moments(self) -> dict[str, Tensor]:
         """AdamW's own tensors, as TENSOR.step, TENSOR.exp_avg and TENSOR.exp_avg_sq; empty before the first step."""
+        return self._named(self._states)
+
+    def copied_moments(self) -> Callable[[], dict[str, Tensor]]:
+        """Copy the moments, where they lie, in few operations. What is returned gives the copies their names."""
+        return partial(self._named, [{name: each.clone() for name, each in state.items()} for state in self._states])
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether a step has been taken."""
+        return bool(self._states)
+
+    @property
+    def _states(self) -> list[dict[str, Tensor]]:
+        """AdamW's tensors for each buffer; none before the first step."""
         states = [self.adamw.state[buffer] for buffer in self.weights.buffers()]
-        if not all(states):
+        return states if all(states) else []
+
+    def _named(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        if not states:
             return {}
         firsts, seconds = (self.weights.cut([state[entry] for state in states]) for entry in ENTRIES)
         found: dict[str, Tensor] = {}

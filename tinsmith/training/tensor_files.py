@@ -5,7 +5,6 @@ that trains.
 """
 
 import json
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -35,10 +34,10 @@ class TensorFile:
 
     @classmethod
     def of(cls, kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> "TensorFile":
-        """The file of tensors of these precisions and shapes, whatever their order."""
+        """The file of tensors of these precisions and shapes: the widest first, otherwise in this order."""
         entries: dict[str, dict[str, object]] = {}
         ends = [0]
-        for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+        for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: -item[1][0].itemsize):
             ends.append(ends[-1] + dtype.itemsize * prod(shape))
             entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": ends[-2:]}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -48,36 +47,43 @@ class TensorFile:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a file of tensors; any thread may do this. Raises OSError."""
-    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    layout = TensorFile.of({name: (tensor.dtype, tensor.shape) for name, tensor in whole.items()})
+    """Write a file of tensors; any thread may do this. Raises OSError.
+
+    Those of one memory stand in its order, and memories in the order of the names in them.
+    """
+    whole = {name: tensor.detach().contiguous() for name, tensor in sorted(tensors.items())}
+    names: dict[int, str] = {}
+    for name, tensor in whole.items():
+        names.setdefault(_memory(tensor), name)
+
+    def place(item: tuple[str, Tensor]) -> tuple[int, str, int]:
+        return -item[1].itemsize, names[_memory(item[1])], item[1].data_ptr()
+
+    whole = dict(sorted(whole.items(), key=place))
     with path.open("wb") as file:
-        file.write(layout.header)
-        for names, run in _runs(whole):
-            places = deque((layout.starts[name], whole[name].nbytes) for name in names)
+        file.write(TensorFile.of({name: (tensor.dtype, tensor.shape) for name, tensor in whole.items()}).header)
+        for run, times in _runs(list(whole.values())):
             for piece in pieces_on_host(run):
-                left = piece.numpy().data
-                while left:
-                    start, size = places.popleft()
-                    part, left = left[:size], left[size:]
-                    file.seek(start)
-                    file.write(part)
-                    if len(part) < size:
-                        places.appendleft((start + len(part), size - len(part)))
+                file.write(piece.numpy().data if times == 1 else piece.numpy().tobytes() * times)
 
 
-def _runs(tensors: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Tensor]]:
-    """Tensors that lie one behind the other in memory travel at once: their names, and the bytes [n] of all."""
-    names, end = list[str](), 0
-    for name in sorted(tensors, key=lambda each: tensors[each].data_ptr()):
-        tensor = tensors[name]
-        if names and (tensor.data_ptr(), _memory(tensor)) != (end, _memory(tensors[names[0]])):
-            yield names, _bytes_of([tensors[each] for each in names])
-            names = []
-        names.append(name)
-        end = tensor.data_ptr() + tensor.nbytes
-    if names:
-        yield names, _bytes_of([tensors[each] for each in names])
+def _runs(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """The bytes [n] of tensors that lie one behind the other, which travel at once.
+
+    And how often they stand in the file: a small tensor that has several names travels once too.
+    """
+    start, times = 0, 1
+    for place, (tensor, before) in enumerate(zip(tensors[1:], tensors, strict=False), 1):
+        near = (_memory(tensor), tensor.dtype) == (_memory(before), before.dtype)
+        if near and times == 1 and tensor.data_ptr() == before.data_ptr() + before.nbytes:
+            continue
+        if near and place == start + times and tensor.data_ptr() == before.data_ptr() and tensor.numel() == 1:
+            times += 1
+            continue
+        yield _bytes_of(tensors[start : place - times + 1]), times
+        start, times = place, 1
+    if tensors:
+        yield _bytes_of(tensors[start : len(tensors) - times + 1]), times
 
 
 def _memory(tensor: Tensor) -> int:

@@ -37,7 +37,7 @@ class CheckpointShard:
 
     def pieces(self) -> Iterator[FilePiece]:
         """Yield the bytes that this worker writes, without a copy. Any thread may write them."""
-        shapes = {name: shape for row in self.rows.values() for name, shape in row.shapes.items()}
+        shapes = dict(sorted((name, shape) for row in self.rows.values() for name, shape in row.shapes.items()))
         weights = TensorFile.of({name: (float32, shape) for name, shape in shapes.items()})
         yield from self._in_file(WEIGHTS_FILE, weights, {"": self.masters})
         if self.moments is not None:
