@@ -674,6 +674,47 @@ MUTATIONS = (
         ("tests/sampling/test_stopping.py",),
     ),
     Mutation(
+        "the tokens of a stream come behind its end, where nobody reads them",
+        "tinsmith/worker/samples.py",
+        "        if tokens:  # before what ends their samples: nobody reads tokens that come behind it\n"
+        "            self.send(SampleEvents(tokens))\n"
+        "        for event in outcomes:",
+        "        later = partial(self.send, SampleEvents(tokens)) if tokens else lambda: None\n"
+        "        outcomes = sorted(outcomes, key=lambda event: isinstance(event, TokensSampled))\n"
+        "        for event in outcomes:\n"
+        "            if isinstance(event, TokensSampled):\n"
+        "                later()",
+        ("tests/worker/test_samples.py::test_a_stream_is_told_its_tokens_in_one_message_a_step",),
+    ),
+    Mutation(
+        "a live model's newest weights are those of its last checkpoint",
+        "tinsmith/store/newest_weights.py",
+        "if snapshot is not None:",
+        "if snapshot is None:",
+        ("tests/server/test_applications.py::test_the_newest_weights_are_those_that_were_saved_last",),
+    ),
+    Mutation(
+        "an application samples another tenant's checkpoint",
+        "tinsmith/server/sample_start.py",
+        'await require(request, "readable checkpoint", path)',
+        "pass",
+        ("tests/server/test_tenants.py::test_a_foreign_id_is_answered_as_one_that_does_not_exist_by_every_route",),
+    ),
+    Mutation(
+        "an application samples another tenant's live run",
+        "tinsmith/server/sample_start.py",
+        'await require(request, "model", model_id)',
+        "pass",
+        ("tests/server/test_tenants.py::test_a_foreign_id_is_answered_as_one_that_does_not_exist_by_every_route",),
+    ),
+    Mutation(
+        "a sample goes on when the application that asked for it has gone",
+        "tinsmith/server/routes/applications.py",
+        "hub.engine.notify(CancelSample(sample.request_id, sample.run))",
+        "asyncio.sleep(0)",
+        ("tests/server/test_applications.py::test_a_request_that_is_given_up_cancels_its_sample",),
+    ),
+    Mutation(
         "the token that ends an answer is cut off",
         "tinsmith/sampling/local/sequence.py",
         'return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top, versions)',

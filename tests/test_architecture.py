@@ -42,6 +42,7 @@ RANKS = {
     "config": 2,
     "http_client": 2,
     "wire": 3,
+    "chat": 4,
     "store": 4,
     "protocol": 5,
     "kernels": 6,
@@ -145,7 +146,7 @@ def may_import(room: str, module: str) -> bool:
         allowed = {"engine": ENGINE_MAY_IMPORT}.get(room, RANKS.keys())
         return RANKS[other] < RANKS[room] and other in allowed
     if package in ("torch", "transformers", "tokenizers"):
-        return room in MAY_IMPORT_TORCH
+        return room in MAY_IMPORT_TORCH or (room == "chat" and package == "tokenizers")
     return package != "tinker" and (package != "tinsmith_rl" or room == "cli")
 
 

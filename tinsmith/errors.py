@@ -100,6 +100,15 @@ class UserError(TinsmithError):
     category = "user"
 
 
+class ParameterError(UserError):
+    """A parameter of a request cannot be obeyed; the message begins with its name and a colon."""
+
+    @property
+    def parameter(self) -> str:
+        """The name, with dots before its parts."""
+        return str(self).partition(":")[0]
+
+
 class NotFoundError(UserError):
     """The request names something that does not exist, or no longer exists (HTTP 404)."""
 

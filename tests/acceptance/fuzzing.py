@@ -78,7 +78,29 @@ TARGETS = {
     "sparse_col_indices": [0, 1, 0],
 }
 
+CHATS: list[dict[str, Any]] = [
+    {"model": "text", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "temperature": 0.5, "n": 2},
+    {"model": "live:{model}", "messages": [{"role": "system", "content": "a"}], "max_tokens": 3, "stream": True},
+    {
+        "model": "tinker://{model}/sampler_weights/kept",
+        "messages": [{"role": "assistant", "content": "a", "name": "b"}],
+        "max_completion_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stop": ["a", "b"],
+        "seed": 3,
+    },
+]
+COMPLETIONS: list[dict[str, Any]] = [
+    {"model": "tinker://{model}/sampler_weights/kept", "prompt": "a", "max_tokens": 3, "logprobs": 1, "top_k": 5},
+    {"model": "text:peft:32", "prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}},
+]
+OUTSIDE = ("v1/", "oai/")
+"""Beginnings of routes that do not lie below the Tinker API."""
+
 BODIES: dict[str, list[dict[str, Any]]] = {
+    **dict.fromkeys(("v1/chat/completions", "oai/api/v1/chat/completions"), CHATS),
+    **dict.fromkeys(("v1/completions", "oai/api/v1/completions"), COMPLETIONS),
     "client/config": [{"sdk_version": "0.38.0"}],
     "client/dynamic_config": [{"sdk_version": "0.38.0"}],
     "telemetry": [{"events": [], "platform": "x", "session_id": "{session}"}],

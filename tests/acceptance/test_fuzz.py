@@ -20,7 +20,7 @@ import pytest
 
 from tests.acceptance.bad_target import GOOD, Target
 from tests.acceptance.conftest import API_KEY, ready
-from tests.acceptance.fuzzing import BODIES, Shot, encode, shot
+from tests.acceptance.fuzzing import BODIES, OUTSIDE, Shot, encode, shot
 from tests.acceptance.talking import RAW_STEP
 from tests.extent import amount
 from tests.running import START_S, Server
@@ -97,6 +97,8 @@ class Range:
         drawn: list[Place] = []
         headers = {"Content-Type": shot.media_type} | ({"Content-Encoding": "zstd"} if shot.compressed else {})
         body, path = self._body(shot, drawn), self.fill(shot.path, drawn)
+        if path.startswith(OUTSIDE):
+            path = f"{self.server.url}/{path}"
         reply = await self.http.request(shot.method, path, params=shot.query, content=body, headers=headers)
         assert reply.status_code < 500, (shot, reply.text)
         request_id = (

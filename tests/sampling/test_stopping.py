@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
+from tinsmith.chat.text import TextStream
 from tinsmith.models.base import BaseModel
-from tinsmith.sampling.stopping import StopIds, StopStrings, StringMatcher, TextStream
+from tinsmith.sampling.stopping import StopIds, StopStrings, StringMatcher
 
 
 def first_stop(rule: StopIds | StopStrings, tokens: list[int]) -> int | None:
@@ -63,7 +64,7 @@ def test_bytes_that_are_no_utf8_end_neither_the_sequence_nor_its_stop_strings(
     plain = DecodeStream(skip_special_tokens=False)
     with pytest.raises(Exception, match="Invalid prefix encountered"):
         [plain.step(byte_fallback.backend_tokenizer, token) for token in tokens]
-    stream = TextStream(byte_fallback)
+    stream = TextStream(byte_fallback.backend_tokenizer)
     assert [stream.add(token) for token in tokens] == [
         "a",
         "A",

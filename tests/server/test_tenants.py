@@ -20,7 +20,7 @@ import pytest
 from fastapi import FastAPI
 from sqlalchemy import Engine, event
 
-from tests.acceptance.fuzzing import BODIES
+from tests.acceptance.fuzzing import BODIES, OUTSIDE
 from tests.databases import run_sql
 from tests.server.serving import PROTOBUF, Served, forward_backward_body, refused, served
 from tinsmith.server import tenants
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("database")
 
 KINDS = ("weights", "sampler_weights", "external_weights")
 IN_PATHS = {"session_id": "{session}", "run_id": "{model}", "sampling_session_id": "{sampler}", "name": "kept"}
-IN_PATHS |= {"file:path": "weights", "path:path": "nothing"}
+IN_PATHS |= {"file:path": "weights", "path:path": "nothing", "name:path": "live:{model}"}
 SIGNATURE = "?expires=4000000000&signature=x"
 SAME_FOR_ALL = {"telemetry", "create_custom_loss", "sessions/search"}
 SAME_FOR_ALL |= {"download/{model}/kept/weights", "trace/{session}"}
@@ -119,7 +119,7 @@ def filled(text: str, things: Mapping[str, str]) -> str:
 
 
 async def send(server: Served, method: str, path: str, body: Any, things: Mapping[str, str]) -> httpx.Response:
-    place = f"{PREFIX}/{quote(filled(path, things))}"
+    place = f"{'' if path.startswith(OUTSIDE) else PREFIX}/{quote(filled(path, things))}"
     if path.startswith(("download", "trace/")):
         place += SIGNATURE
     if body == "protobuf":

@@ -479,6 +479,9 @@ def test_a_stream_is_told_its_tokens_in_one_message_a_step(bench: Bench) -> None
         several += any(len({request_id for request_id, *_ in message.tokens}) == 2 for message in events)
         done |= {message.request_id: message for message in bench.sent[before:] if isinstance(message, SampleDone)}
     assert several, "the streams never came together"
+    for request_id, message in done.items():  # the server passes over tokens that come behind the end
+        behind = [each for each in bench.sent[bench.sent.index(message) :] if isinstance(each, SampleEvents)]
+        assert request_id not in {event[0] for each in behind for event in each.tokens}
     assert sorted(told) == [("one:sample:0/0", 0), ("one:sample:0/0", 1), ("two:sample:0/0", 0)]
     for (request_id, index), (tokens, logprobs) in told.items():
         sequence = tinker_pb2.SampleResponse.FromString(done[request_id].payload).sequences[index]

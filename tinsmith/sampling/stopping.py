@@ -4,12 +4,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Self
 
-from tokenizers.decoders import DecodeStream
-
+from tinsmith.chat.text import TextStream
 from tinsmith.wire.sample import StopRule
-
-_INVALID_PREFIX = "Invalid prefix encountered"
-"""Prefix of `DecodeStream`'s error when later tokens change text that it has given out."""
 
 
 def stop_rule(rule: StopRule, eos: Iterable[int], tokenizer: Any) -> "StopIds | StopStrings":
@@ -40,7 +36,7 @@ class StopStrings:
         self.ids = frozenset(ids)
         self.strings = StringMatcher(strings)
         self.tokenizer = tokenizer
-        self.text = TextStream(tokenizer)
+        self.text = TextStream(tokenizer.backend_tokenizer)
         self.matched = 0
 
     def stops(self, token: int) -> bool:
@@ -112,35 +108,3 @@ class StringMatcher:
             if self.complete[state]:
                 return state, True
         return state, False
-
-
-class TextStream:
-    """The text of a sequence of tokens, as far as it is certain.
-
-    With byte fallback (Gemma, Llama 2, Phi-3) a byte that is a letter by itself becomes a replacement character when a
-    following byte makes the run invalid UTF-8. `DecodeStream` has given out the letter by then and raises at every
-    later token. The text given out stays, and a new stream begins with the tokens whose text is not given out yet.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.backend = tokenizer.backend_tokenizer
-        self.stream = DecodeStream(skip_special_tokens=False)
-        self.unread: list[int] = []
-        """Tokens whose text is not given out yet."""
-
-    def add(self, token: int) -> str:
-        """Return the text that is certain now and was not before."""
-        self.unread.append(token)
-        try:
-            text = self.stream.step(self.backend, token)
-        except Exception as error:  # the library raises this very class
-            if not str(error).startswith(_INVALID_PREFIX):
-                raise
-            text = self._begin_anew()
-        if text:
-            self.unread.clear()
-        return text or ""
-
-    def _begin_anew(self) -> str:
-        self.stream = DecodeStream(skip_special_tokens=False)
-        return "".join(self.stream.step(self.backend, token) or "" for token in self.unread)

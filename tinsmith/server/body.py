@@ -15,7 +15,7 @@ from tinsmith.server.parser_process import ParserProcess
 from tinsmith.server.tenants import Caller
 from tinsmith.wire.compression import TooLargeError, decompress, decompress_beginning, stated_size
 
-_SMALL_BYTES = 16 * 1024
+SMALL_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop, in milliseconds at worst."""
 
 _PARTS_AT_A_TIME = 2
@@ -81,6 +81,12 @@ class LargeBodies:
         known, client = session if self._is_session(session) else "", _client_of(request)
         return await self.parser.run(parse, body, encoding, max_bytes, *args, client=client, session=known)
 
+    async def parse_made(self, request: Request, body: bytes, parse: Callable[..., Result], *args: object) -> Result:
+        """`parse(body, *args)` of a body that a route has made of its client's. Raises as `read_parsed`."""
+        if len(body) <= SMALL_BYTES:
+            return parse(body, *args)
+        return await self.parser.run(parse, body, "identity", len(body), *args, client=_client_of(request))
+
     async def _turn(self) -> None:
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
@@ -107,15 +113,15 @@ def _client_of(request: Request) -> str:
 
 def _small(body: bytes, encoding: str) -> bytes | None:
     """The decompressed body; None if it is not small, or may not be."""
-    if len(body) > _SMALL_BYTES:
+    if len(body) > SMALL_BYTES:
         return None
     if encoding == "identity":
         return body
     size = stated_size(body)
-    if size is None or size > _SMALL_BYTES:
+    if size is None or size > SMALL_BYTES:
         return None
     with contextlib.suppress(TooLargeError):  # it is larger than its first frame says
-        return decompress(body, _SMALL_BYTES)
+        return decompress(body, SMALL_BYTES)
     return None
 
 
@@ -145,7 +151,7 @@ def _encoding(request: Request, media_type: str) -> str:
 async def _received(
     request: Request, max_bytes: int, setting: str | None, turn: Callable[[], Awaitable[None]] | None = None
 ) -> bytes:
-    """The body as it was sent; beyond `_SMALL_BYTES` each part waits for `turn`.
+    """The body as it was sent; beyond `SMALL_BYTES` each part waits for `turn`.
 
     BytesIO grows in place and gives out its own buffer; joining a list would stop the loop while megabytes are copied.
     """
@@ -156,6 +162,6 @@ async def _received(
             raise TooLargeError(
                 f"the body is larger than {max_bytes} bytes{f' ({setting})' if setting else ''}; send smaller requests"
             )
-        if turn is not None and received.tell() > _SMALL_BYTES:
+        if turn is not None and received.tell() > SMALL_BYTES:
             await turn()  # until then the connection is not read from
     return received.getvalue()

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cachetools import LRUCache
 from fastapi import Request
@@ -26,6 +26,7 @@ from tinsmith.protocol.serving import (
     Wake,
 )
 from tinsmith.server.activity import Activity
+from tinsmith.server.applications import Applications
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.body import LargeBodies
 from tinsmith.server.budgets import Budgets
@@ -40,6 +41,7 @@ from tinsmith.server.signatures import UrlSigner
 from tinsmith.server.tenants import Tenants
 from tinsmith.server.trace import Exporter, Trace
 from tinsmith.server.waiters import Waiters
+from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles, delete_copies_left
 from tinsmith.store.lease import take_lease
 from tinsmith.store.records import Checkpoint, Model, Outcome, Session, Used
@@ -146,6 +148,7 @@ class Hub:
         self.sampling_sessions = SamplingSessions(self.store, self.told)
         self.lifetimes = Lifetimes(config.server, self.store, self.files)
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
+        self.applications = Applications()
         self.activity = Activity()
         self.trace = Trace()
         endpoint = config.server.otlp_endpoint
@@ -198,11 +201,16 @@ class Hub:
             return  # its client gave it up
         if isinstance(message, SampleDone):
             self.budgets.sampled(message.request_id, message.used)
-            self.sample_reports.add(message.request_id, "finished", len(message.payload))
+            self._report(message.request_id, "finished", len(message.payload))
         else:
             self.budgets.release(message.request_id)
-            self.sample_reports.add(message.request_id, "failed")
+            self._report(message.request_id, "failed")
         self.waiters.deliver(message.request_id, message)
+
+    def _report(self, request_id: str, state: Literal["finished", "failed"], size: int = 0) -> None:
+        """Report the end of a sample to its client, unless that is an application, which asks for no reports."""
+        if ids.is_sample(request_id):
+            self.sample_reports.add(request_id, state, size)
 
     async def engine_ready(self) -> None:
         """Tell a new engine what came in while there was none."""
@@ -225,7 +233,7 @@ class Hub:
         """Fail the samples that run. Clients send those again whose weights are still there."""
         for request_id in self.samples.lose_running():
             self.budgets.release(request_id)
-            self.sample_reports.add(request_id, "failed")
+            self._report(request_id, "failed")
         self.sampling_sessions.forget_snapshots()
         self.waiters.all_look_again()
 

@@ -29,7 +29,18 @@ from tinsmith.server.http_protocol import Origins, http_protocol
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
 from tinsmith.server.replies import add_error_replies
-from tinsmith.server.routes import catalog, checkpoints, downloads, futures, metrics, sampling, service, training, usage
+from tinsmith.server.routes import (
+    applications,
+    catalog,
+    checkpoints,
+    downloads,
+    futures,
+    metrics,
+    sampling,
+    service,
+    training,
+    usage,
+)
 from tinsmith.server.routes.metrics import metrics_app
 from tinsmith.store.database import use_database
 from tinsmith.store.disk import only_user
@@ -50,6 +61,7 @@ def create_app(hub: Hub) -> FastAPI:
     # Routes are tried in order: those that every step and every sample takes come first.
     for routes in (futures, training, sampling, service, catalog, checkpoints, downloads, usage):
         app.include_router(routes.router, prefix=PREFIX, dependencies=[Depends(admit)])
+    app.include_router(applications.router, dependencies=[Depends(admit)])
     app.include_router(metrics.router)
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     app.add_api_route("/{path:path}", _not_built, methods=methods, dependencies=[Depends(admit)])

@@ -25,6 +25,7 @@ from tinsmith.errors import (
     BackpressureError,
     EngineUnavailableError,
     NotFoundError,
+    ParameterError,
     StoreUnavailableError,
     TinsmithError,
     UserError,
@@ -135,8 +136,40 @@ async def _reply_to_known(request: Request, error: Exception) -> Response:
         wait_s = error.retry_after_s if isinstance(error, BackpressureError) else RETRY_AFTER_S
         headers = {"Retry-After": str(math.ceil(wait_s))}
     REFUSALS.labels(_reason_of(error), str(status)).inc()
-    detail = request.app.state.hub.told(str(error), "user" if isinstance(error, UserError) else "server")
-    return json_reply({"detail": detail}, status, headers)
+    if _asks_as_openai(request):
+        return json_reply(openai_error(request, error), status, headers)
+    return json_reply({"detail": _told(request, error)}, status, headers)
+
+
+def _told(request: Request, error: Exception) -> str:
+    told: str = request.app.state.hub.told(str(error), "user" if isinstance(error, UserError) else "server")
+    return told
+
+
+OPENAI_PREFIXES = ("/v1", "/oai/api/v1")
+"""Beginnings of the paths of OpenAI's API: its own, and hosted Tinker's."""
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+def _asks_as_openai(request: Request) -> bool:
+    return request.url.path.startswith(tuple(f"{prefix}/" for prefix in OPENAI_PREFIXES))
+
+
+def openai_error(request: Request, error: Exception) -> dict[str, Any]:
+    """An error in the form of OpenAI's API, which names the parameter that is wrong."""
+    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    parameter, code = error.parameter if isinstance(error, ParameterError) else None, _reason_of(error)
+    if isinstance(error, NotFoundError) and request.url.path.endswith("/completions"):
+        parameter, code = "model", "model_not_found"  # nothing else is looked up there
+    kind = _OPENAI_TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": _told(request, error), "type": kind, "param": parameter, "code": code}}
 
 
 def _reason_of(error: Exception) -> str:
@@ -150,7 +183,10 @@ async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:
     return Response(status_code=400)
 
 
-async def _reply_to_unknown(_request: Request, error: Exception) -> Response:
+async def _reply_to_unknown(request: Request, error: Exception) -> Response:
     REFUSALS.labels("internal", "500").inc()
     # The traceback is in the server's log: the web framework raises the exception again after this reply.
-    return json_reply({"detail": f"internal error of the server: {type(error).__name__}; see its log"}, 500)
+    detail = f"internal error of the server: {type(error).__name__}; see its log"
+    if _asks_as_openai(request):
+        return json_reply(openai_error(request, TinsmithError(detail)), 500)
+    return json_reply({"detail": detail}, 500)

@@ -295,15 +295,18 @@ async def _follow(sample: PendingSample, stream: _Stream) -> AsyncIterator[Strea
     async for event in stream.read():
         yield event
     if isinstance(sample.outcome, SampleFailed):
-        raise (
-            UserError(sample.outcome.error)
-            if sample.outcome.category == "user"
-            else TinsmithError(sample.outcome.error)
-        )
+        raise error_of(sample.outcome)
     if sample.outcome is None:
         raise GoneError(
             f"sample {sample.request_id} is not known any more: it was lost with its engine, or given up; send it again"
         )
+
+
+def error_of(ended: SampleFailed) -> TinsmithError:
+    """The error with which a sample has ended."""
+    if ended.gone:
+        return NotFoundError(ended.error)
+    return UserError(ended.error) if ended.category == "user" else TinsmithError(ended.error)
 
 
 def _add(counter: Counter[str], key: str, amount: int) -> None:

@@ -34,6 +34,11 @@ class Waiters(Generic[Ended]):
         """Number of polls that wait."""
         return sum(map(len, self._polls.values()))
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the server stops, so that nothing is waited for."""
+        return self._closed
+
     def expect(self, request_id: str) -> None:
         """Note that the engine will report this request: until then polls need not read the store."""
         self._running.add(request_id)

@@ -8,10 +8,12 @@ training operation SESSION:train:N/SEQ_ID      (create_model is 0)
 sampling session   SESSION:sample:N
 sample             SESSION:sample:N/SEQ_ID     (client k of a sampling session counts from k · 10**9)
 sampled sequence   SESSION:sample:N/SEQ_ID/INDEX
+answer             SESSION:answer:0/N          (to an application; the session is one of the server's own)
 """
 
 _TRAIN = ":train:"
 _SAMPLE = ":sample:"
+_ANSWER = ":answer:"
 _INFLIGHT = "/inflight"
 _MAX_NUMBER = 2**63 - 1
 _CLONE = 10**9
@@ -25,6 +27,11 @@ def model_id(session_id: str, model_seq_id: int) -> str:
 def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
     """Base-model sessions and ephemeral snapshots share one counter."""
     return f"{session_id}{_SAMPLE}{sampling_session_seq_id}"
+
+
+def answers_id(session_id: str) -> str:
+    """The id of what the answers to applications belong to that are metered under one session."""
+    return f"{session_id}{_ANSWER}0"
 
 
 def inflight_id(model_id: str) -> str:
@@ -43,8 +50,8 @@ def clone_of(seq_id: int) -> int:
 
 
 def session_of(owned_id: str) -> str:
-    """The session of a model or sampling session."""
-    for mark in (_TRAIN, _SAMPLE):
+    """The session of a model, a sampling session, or what belongs to one."""
+    for mark in (_TRAIN, _SAMPLE, _ANSWER):
         session_id, found, _ = owned_id.rpartition(mark)
         if found:
             return session_id

@@ -76,9 +76,9 @@ class TolerantModel(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
 
-def parse_json(model_cls: type[ModelT], body: bytes) -> ModelT:
-    """The body as `model_cls`. Raises UserError naming the first wrong field and its value, and NotBuiltError."""
-    with _explaining("body"):
+def parse_json(model_cls: type[ModelT], body: bytes, refusal: type[UserError] = UserError) -> ModelT:
+    """The body as `model_cls`. Raises `refusal` naming the first wrong field and its value, and NotBuiltError."""
+    with _explaining("body", refusal):
         return model_cls.model_validate_json(body)
 
 
@@ -88,8 +88,8 @@ def parse_query(model_cls: type[ModelT], values: Mapping[str, str]) -> ModelT:
         return model_cls.model_validate(values)
 
 
-def _explaining(whole: str) -> AbstractContextManager[None]:
-    return translated(ValidationError, UserError, lambda error: _explained(error, whole))
+def _explaining(whole: str, refusal: type[UserError] = UserError) -> AbstractContextManager[None]:
+    return translated(ValidationError, refusal, lambda error: _explained(error, whole))
 
 
 def _explained(error: ValidationError, whole: str) -> str:

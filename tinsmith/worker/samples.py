@@ -266,17 +266,18 @@ class Samples:
             raise failures[0]
 
     def _answer(self, base: SamplingBase, outcomes: Sequence[SampleEvent]) -> None:
-        events: list[tuple[str, int, int, list[int], list[float]]] = []
+        tokens: list[tuple[str, int, int, list[int], list[float]]] = []
         for event in outcomes:
             if isinstance(event, TokensSampled):
                 message = base.started[event.request_id].message
-                events.append((message.request_id, message.run, event.index, list(event.tokens), list(event.logprobs)))
-            elif isinstance(event, SampleFailure):
+                tokens.append((message.request_id, message.run, event.index, list(event.tokens), list(event.logprobs)))
+        if tokens:  # before what ends their samples: nobody reads tokens that come behind it
+            self.send(SampleEvents(tokens))
+        for event in outcomes:
+            if isinstance(event, SampleFailure):
                 self.results.broken(base.ended(event.request_id), event.error)
-            else:
+            elif isinstance(event, SampleResult):
                 self.results.finish(event, base.ended(event.request_id))
-        if events:
-            self.send(SampleEvents(events))
 
     def _abandon(self, base: SamplingBase, error: TinsmithError) -> None:
         base.sampler.abandon()

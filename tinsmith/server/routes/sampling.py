@@ -2,25 +2,18 @@
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.errors import TinsmithError, UserError
-from tinsmith.protocol.serving import Sample
+from tinsmith.errors import UserError
 from tinsmith.server.access import caller_of, read_json, read_parsed, require, require_base
-from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of
+from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import future_reply, json_reply
-from tinsmith.server.sample_checks import ReceivedSample, check_sample, receive_sample
-from tinsmith.server.samples import PendingSample
+from tinsmith.server.sample_checks import receive_sample
+from tinsmith.server.sample_start import SampledWeights, checked_base, require_sampler, start_sample
 from tinsmith.store import ids
 from tinsmith.store.records import SamplingSession
-from tinsmith.store.shared import require_sampled
 from tinsmith.store.store import Store
 from tinsmith.wire.service_requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
 
 router = APIRouter()
-
-
-def _require_sampler(hub: Hub) -> None:
-    if hub.config.sampling.sampler == "none":
-        raise UserError("this server does not sample: it was started with sampler=none")
 
 
 @router.post("/create_sampling_session")
@@ -28,12 +21,12 @@ async def create_sampling_session(request: Request) -> Response:
     """A new sampling session of a base model or a checkpoint. A repeat gets the same."""
     hub = hub_of(request)
     asked = await read_json(request, CreateSamplingSessionRequest)
-    _require_sampler(hub)
+    require_sampler(hub)
     await hub.require_open_session(asked.session_id)
     session = SamplingSession(
         sampling_session_id=ids.sampling_session_id(asked.session_id, asked.sampling_session_seq_id),
         session_id=asked.session_id,
-        base_model=await _base_model_of(request, asked),
+        base_model=(await checked_base(request, asked.base_model, asked.model_path))[0],
         model_path=asked.model_path,
     )
     if not await hub.store.write(Store.create_sampling_session, session):
@@ -49,23 +42,6 @@ async def join_sampling_session(request: Request) -> Response:
     await hub.sampling_sessions.find(asked.sampling_session_id)
     client = await hub.store.write(Store.join_sampling_session, asked.sampling_session_id)
     return json_reply({"type": "join_sampling_session", "client_counter": client})
-
-
-async def _base_model_of(request: Request, asked: CreateSamplingSessionRequest) -> str:
-    """The base model that the request or its checkpoint names.
-
-    Raises UserError, NotFoundError or ForbiddenError if it cannot be sampled.
-    """
-    hub = hub_of(request)
-    checkpoint = (
-        None if asked.model_path is None else await hub.store.read(require_sampled, hub.shared, asked.model_path)
-    )
-    name = asked.base_model or (checkpoint.base_model if checkpoint else "")
-    facts = hub.base_models.find(name, comes_from_here(request))
-    require_base(request, facts.name)
-    if checkpoint is not None:
-        check_fits(checkpoint, facts)
-    return name
 
 
 async def _check_repeat(hub: Hub, session: SamplingSession) -> None:
@@ -92,7 +68,7 @@ async def asample(request: Request) -> Response:
     A repeat with the same key gets the same answer and starts nothing; another sample of that key is refused.
     """
     hub = hub_of(request)
-    _require_sampler(hub)
+    require_sampler(hub)
     limits = hub.config.requests
     max_bytes = limits.max_sample_mib * 2**20
     received = await read_parsed(
@@ -108,35 +84,10 @@ async def asample(request: Request) -> Response:
         await require(request, "readable checkpoint", session.model_path)
     sample = hub.samples.find(request_id)
     if sample is None:
-        sample = await _start(request, request_id, session, received)
+        facts = hub.base_models.find(session.base_model)
+        require_base(request, facts.name)
+        sample = await start_sample(request, request_id, SampledWeights(facts, session.weights_id), received)
     else:
         sample.check_repeat(received.digest)
     await hub.sample_reports.settle()
     return future_reply(request_id, sample_sequence_ids=sample.sequence_ids)
-
-
-async def _start(
-    request: Request, request_id: str, session: SamplingSession, received: ReceivedSample
-) -> PendingSample:
-    hub, caller = hub_of(request), caller_of(request)
-    facts = hub.base_models.find(session.base_model)
-    require_base(request, facts.name)
-    tokens, count = check_sample(received, facts, hub.config.images), received.request.num_samples
-    sample = hub.samples.add(request_id, count, len(received.body), digest=received.digest)
-    try:
-        owner = caller.tenant, facts.name, session.session_id
-        await hub.budgets.reserve(request_id, caller, owner, tokens, count)
-        hub.sample_reports.expect(request_id)
-        message = Sample(
-            *(request_id, sample.run, facts.name, session.weights_id, count),
-            stream=False,
-            payload=received.body,
-            tenant=caller.tenant,
-        )
-        await hub.engine.send(message)
-    except TinsmithError:
-        hub.samples.remove(request_id)
-        hub.budgets.release(request_id)
-        hub.sample_reports.refuse(request_id)
-        raise
-    return sample
