@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -27,6 +27,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 from typing import Any
 
+import psutil
 import tinker
 from tinker import types
 
@@ -67,6 +68,8 @@ VICTIMS: Sequence[Victims] = (
     (("engine", SIGSTOP),),
     (("server", SIGSTOP),),
     (("engine", SIGKILL), ("worker", SIGKILL)),
+    (("worker", SIGSTOP), ("engine", SIGKILL)),
+    (("engine", SIGSTOP), ("server", SIGKILL)),
     (("server", SIGKILL), ("engine", SIGKILL), ("worker", SIGKILL), ("parser", SIGKILL)),
 )
 
@@ -222,7 +225,10 @@ class Chaos:
             time.sleep(STOPPED_S)
             os.kill(self.server.pid, signal.SIGCONT)
         self._wait(lambda: self.run.newest > started)
-        self.finding.kills.append(Kill(named(victims), place, time.monotonic() - started))
+        came_s = time.monotonic() - started
+        ended = [pid for pid, each in zip(pids, victims, strict=True) if each != ("server", SIGSTOP)]
+        self._wait(lambda: not any(map(lives, ended)))  # none holds its device any more
+        self.finding.kills.append(Kill(named(victims), place, came_s))
 
     def _wait(self, look: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + MOST_S
@@ -231,6 +237,13 @@ class Chaos:
             assert self.goes_on(), "the run has ended"
             time.sleep(0.005)
         return found
+
+
+def lives(pid: int) -> bool:
+    """Whether a process has not ended."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def named(victims: Victims) -> str:

@@ -978,6 +978,20 @@ MUTATIONS = (
         (ENGINE_DEATH,),
     ),
     Mutation(
+        "engines that ended before they began anything count against operations",
+        "tinsmith/store/histories.py",
+        ".where(engine_starts.c.has_begun, since)",
+        ".where(since)",
+        (f"{ENGINE_DEATH}::test_operations_fail_before_which_engines_end_again_and_again",),
+    ),
+    Mutation(
+        "a stopped worker outlives its engine",
+        "tinsmith/protocol/child_process.py",
+        "ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)",
+        ("tests/protocol/test_child_process.py",),
+    ),
+    Mutation(
         "a step whose passes were given up is replayed without them",
         "tinsmith/engine/history.py",
         "        if self.open_is_given_up:  # no state before it leads to this one",

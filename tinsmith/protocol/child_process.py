@@ -1,5 +1,6 @@
 """The rules for engine and worker processes: how one is configured, watched, restarted, and its end described."""
 
+import ctypes
 import signal
 from dataclasses import asdict, dataclass
 from typing import BinaryIO
@@ -20,6 +21,9 @@ WATCH_S = 1.0
 LAST_WORDS_S = 0.5
 """Seconds that the last messages of an ended process may take to arrive."""
 
+_PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when its parent has ended."""
+
 
 def leave_signals_to_server() -> None:
     """Ignore what reaches all processes of a terminal or service, and the server handles: Ctrl-C, SIGTERM, SIGHUP."""
@@ -27,6 +31,11 @@ def leave_signals_to_server() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # not SIG_IGN, which processes that are started would inherit
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process when the one that started it has ended, even if it is stopped then."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
