@@ -988,7 +988,7 @@ MUTATIONS = (
         "a stopped worker outlives its engine",
         "tinsmith/protocol/child_process.py",
         "ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
-        "ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)",
+        "ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)",
         ("tests/protocol/test_child_process.py",),
     ),
     Mutation(

@@ -6,7 +6,8 @@ import subprocess
 import psutil
 
 from tests.preloaded import REAL_PYTHON
-from tests.running import START_S
+
+LONG_S = 30.0
 
 CHILD = """
 import os, signal
@@ -25,4 +26,4 @@ def test_a_stopped_process_ends_with_its_parent() -> None:
         while child.status() != psutil.STATUS_STOPPED:
             pass
         parent.send_signal(signal.SIGKILL)
-        assert psutil.wait_procs([child], START_S)[1] == []
+        assert psutil.wait_procs([child], LONG_S)[1] == []
