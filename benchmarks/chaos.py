@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -37,10 +37,10 @@ from tests.running import REAL_PROGRAM, Server, serving
 from tinsmith.models.tiny import write_tiny_model
 
 OPTIONS = (
-    *("--kv-cache-gib", "0.1", "--deterministic", "--tokens-per-pass", "512", "--device", "cpu"),
+    *("--tokens-per-pass", "512", "--device", "cpu"),
     *("--worker-still-s", "5", "--engine-silent-s", "2", "--engine-hung-s", "6"),
 )
-"""What is stopped is found soon, samples depend on their request alone, and operations take several passes."""
+"""What is stopped is found soon, and operations take several passes."""
 
 PROMPTS, ASKED, ANSWER = 8, 120, 12
 """Prompts of an RL step, and tokens of each and of its answer: the body is large enough for the parser."""
@@ -72,6 +72,25 @@ VICTIMS: Sequence[Victims] = (
     (("engine", SIGSTOP), ("server", SIGKILL)),
     (("server", SIGKILL), ("engine", SIGKILL), ("worker", SIGKILL), ("parser", SIGKILL)),
 )
+
+OF_VLLM: Sequence[Victims] = (
+    (("vLLM server", SIGKILL),),
+    (("vLLM engine", SIGKILL),),
+    (("vLLM engine", SIGSTOP),),
+    (("worker", SIGKILL),),
+    (("engine", SIGKILL), ("vLLM engine", SIGSTOP)),
+)
+OF_RAY: Sequence[Victims] = (
+    (("Ray actor", SIGKILL),),
+    (("Ray worker", SIGKILL),),
+    (("Ray worker", SIGSTOP),),
+    (("Ray actor", SIGSTOP), ("Ray worker", SIGKILL)),
+    (("engine", SIGKILL),),
+    (("engine", SIGKILL), ("Ray worker", SIGSTOP)),
+    (("server", SIGKILL), ("engine", SIGKILL), ("Ray actor", SIGKILL)),
+)
+PLACES = {"here": VICTIMS, "vllm": OF_VLLM, "ray": OF_RAY}
+"""What runs there can be killed: workers sample with vLLM, or are actors of Ray."""
 
 MODULES = {"engine": "tinsmith.engine", "parser": "tinsmith.server.parser_process"}
 """Modules that victims run; servers are known, and workers have names."""
@@ -108,9 +127,9 @@ class Run:
         self.curve.append(("gradient norm", (stepped().metrics or {})["grad_norm"]))
 
 
-def sft(service: tinker.ServiceClient, run: Run, goes_on: Callable[[], bool]) -> None:
+def sft(service: tinker.ServiceClient, run: Run, goes_on: Callable[[], bool], rank: int = 8) -> None:
     """Learn a few texts; steps gather gradients of two calls, and some are saved."""
-    client = run.send(lambda: service.create_lora_training_client(base_model=BASE_MODEL, rank=8, seed=1))()
+    client = run.send(lambda: service.create_lora_training_client(base_model=BASE_MODEL, rank=rank, seed=1))()
     step = 0
     while goes_on():
         step += 1
@@ -152,15 +171,28 @@ def rl(service: tinker.ServiceClient, run: Run, goes_on: Callable[[], bool]) -> 
 
 
 Kind = Callable[[tinker.ServiceClient, Run, Callable[[], bool]], None]
-KINDS: dict[str, Kind] = {"sft": sft, "rl": rl}
+KINDS: dict[str, Kind] = {"sft": sft, "rl": rl, "full": partial(sft, rank=0)}
+"""The last trains all weights, of which copies are more seldom."""
 
 
 @contextmanager
-def server_in(directory: Path, workers: int, program: list[str]) -> Iterator[Server]:
-    """Serve a tiny model from a directory."""
-    write_tiny_model("qwen3", directory / "model", hidden=64, layers=2, vocab=VOCABULARY)
-    options = ("--base-model", f"{BASE_MODEL}={directory / 'model'}", "--workers", str(workers), *OPTIONS)
-    with serving(directory, *options, program=program) as server:
+def serving_in(place: str, workers: int, program: list[str]) -> Iterator[Server]:
+    """Serve a tiny model."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_tiny_model("qwen3", directory / "model", hidden=64, layers=2, vocab=VOCABULARY)
+        options = ["--base-model", f"{BASE_MODEL}={directory / 'model'}", "--workers", str(workers), *OPTIONS]
+        if place == "ray":
+            from tests.ray_head import ray_head  # which may not be installed
+
+            options += ["--ray-address", stack.enter_context(ray_head(workers))]
+        if place == "vllm":
+            from tests.with_vllm.serving import PYTHON
+
+            options += ["--sampler", "vllm", "--vllm-python", str(PYTHON), "--vllm-hung-s", "5", "--kv-cache-gib", "1"]
+        else:  # samples depend on their request alone
+            options += ["--deterministic", "--kv-cache-gib", "0.1"]
+        server = stack.enter_context(serving(directory, *options, program=program))
         server.wait_for_health()
         yield server
 
@@ -177,6 +209,16 @@ def pids_of(server: Server, victim: str) -> list[int]:
         return [server.pid]
     if victim == "worker":
         return server.worker_pids()
+    if victim.startswith("vLLM"):
+        from tests.with_vllm.serving import process_of, vllm_pids
+
+        groups = vllm_pids(server)
+        return groups if victim == "vLLM server" else [process_of(group, "EngineCore") for group in groups]
+    if victim.startswith("Ray"):
+        with server.client() as client:
+            status = client.get("status").json()
+        workers = [worker["pid"] for worker in status["workers"] if worker["state"] == "ready"]
+        return workers if victim == "Ray worker" else [psutil.Process(pid).ppid() for pid in workers]
     return [server.child_of(server.pid, MODULES[victim])]
 
 
@@ -258,16 +300,17 @@ class Task:
 
     kind: str
     workers: int
+    place: str = "here"
     number: int = 0
     victims: Sequence[Victims] = ()
 
     @property
     def file(self) -> str:
-        return f"{self.kind}-{self.workers}-{self.number:03}.json"
+        return f"{self.kind}-{self.place}-{self.workers}-{self.number:03}.json"
 
     def finding(self) -> Finding:
         """Nothing yet."""
-        return Finding(self.kind, self.workers, not self.victims)
+        return Finding(self.kind, self.workers, not self.victims, self.place)
 
 
 def disturb(task: Task, out: Path, seed: int, until: float = float("inf"), program: list[str] = REAL_PROGRAM) -> None:
@@ -282,7 +325,7 @@ def disturb(task: Task, out: Path, seed: int, until: float = float("inf"), progr
         finding.operations = run.operations
         finding.write(out / task.file)
 
-    with tempfile.TemporaryDirectory() as directory, server_in(Path(directory), task.workers, program) as server:
+    with serving_in(task.place, task.workers, program) as server:
         wild = Chaos(server, run, finding, chance, until, write)
         with ThreadPoolExecutor(2) as threads:
             training = threads.submit(trained, server, task.kind, run, wild.goes_on)
@@ -308,7 +351,7 @@ def keep_quiet(task: Task, out: Path, program: list[str] = REAL_PROGRAM) -> None
             time.sleep(0.5)
         return True
 
-    with tempfile.TemporaryDirectory() as directory, server_in(Path(directory), task.workers, program) as server:
+    with serving_in(task.place, task.workers, program) as server:
         trained(server, task.kind, run, goes_on)
     finding.write(out / task.file)
 
@@ -319,20 +362,23 @@ ENDED = "ended"
 
 def longest(out: Path, task: Task) -> int:
     """Numbers in the longest curve of the same kind."""
-    return max((len(found.curve) for found in read([out]) if found.is_like(task.kind, task.workers)), default=0)
+    return max((len(found.curve) for found in read([out]) if found.is_like(task.finding())), default=0)
 
 
-def tasks(kills: int) -> list[Task]:
-    """The runs, in which everything in VICTIMS is killed at least so many times together; kinds take turns."""
+def tasks(kills: int, place: str) -> list[Task]:
+    """The runs, in which everything there is killed at least so many times together; kinds take turns."""
     combinations = [(kind, workers) for workers in (1, 2) for kind in KINDS]
     rounds = -(-kills // len(combinations))
-    return [Task(kind, workers, number, VICTIMS) for number in range(1, rounds + 1) for kind, workers in combinations]
+    victims = PLACES[place]
+    return [
+        Task(kind, workers, place, number, victims) for number in range(1, rounds + 1) for kind, workers in combinations
+    ]
 
 
-def run_all(out: Path, kills: int, seed: int, jobs: int, until: float) -> None:
-    """Run all tasks in `jobs` processes, beside quiet runs."""
-    disturbed = tasks(kills)
-    quiet = [Task(kind, workers) for kind, workers in dict.fromkeys((task.kind, task.workers) for task in disturbed)]
+def run_all(out: Path, disturbed: Sequence[Task], seed: int, jobs: int, until: float) -> None:
+    """Run tasks in `jobs` processes, beside quiet runs."""
+    kinds = dict.fromkeys((task.kind, task.workers, task.place) for task in disturbed)
+    quiet = [Task(*kind) for kind in kinds]
     context = get_context("spawn")
     with (
         ProcessPoolExecutor(len(quiet), context) as beside,
@@ -355,6 +401,7 @@ def main() -> int:
     processors = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=max(1, processors - 2), help="runs at a time: a processor each")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin nothing after so many seconds")
+    parser.add_argument("--place", choices=PLACES, default="here", help="where workers sample, or run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="new directory for what is found; otherwise one that is deleted")
     parser.add_argument("--join", type=Path, nargs="+", help="run nothing: read these directories")
@@ -366,7 +413,7 @@ def main() -> int:
         out = asked.out or Path(temporary) / "found"
         if not asked.join:
             out.mkdir(parents=True)
-            run_all(out, asked.kills, asked.seed, asked.jobs, until)
+            run_all(out, tasks(asked.kills, asked.place), asked.seed, asked.jobs, until)
         findings = read(asked.join or [out])
     lines, is_good = table(findings)
     print("\n".join(lines), flush=True)
