@@ -38,7 +38,7 @@ from tinsmith.models.tiny import write_tiny_model
 
 OPTIONS = (
     *("--tokens-per-pass", "512", "--device", "cpu"),
-    *("--worker-still-s", "5", "--engine-silent-s", "2", "--engine-hung-s", "6"),
+    *("--worker-still-s", "5", "--engine-silent-s", "2", "--engine-hung-s", "12"),
 )
 """What is stopped is found soon, and operations take several passes."""
 
