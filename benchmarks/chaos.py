@@ -10,6 +10,7 @@ from the signal to the end of the first operation that was sent after it.
 """
 
 import argparse
+import logging
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +39,7 @@ from tinsmith.models.tiny import write_tiny_model
 
 OPTIONS = (
     *("--tokens-per-pass", "512", "--device", "cpu"),
-    *("--worker-still-s", "5", "--engine-silent-s", "2", "--engine-hung-s", "12"),
+    *("--worker-still-s", "5", "--engine-silent-s", "2", "--engine-hung-s", "20"),
 )
 """What is stopped is found soon, and operations take several passes."""
 
@@ -53,8 +54,8 @@ TEXTS = 4
 STOPPED_S = 3.0
 """Seconds for which a server is stopped. Nobody ends it: it may be that its machine slept."""
 
-MOST_S = 200.0
-"""Seconds after which a run that does not come on has failed."""
+MOST_S = 300.0
+"""Seconds after which a run that does not come on has failed. It is ended a while later, if it still runs."""
 
 Victims = tuple[tuple[str, signal.Signals], ...]
 """Processes that get their signals together."""
@@ -64,6 +65,7 @@ VICTIMS: Sequence[Victims] = (
     (("engine", SIGKILL),),
     (("server", SIGKILL),),
     (("parser", SIGKILL),),
+    (("parser", SIGSTOP),),
     (("worker", SIGSTOP),),
     (("engine", SIGSTOP),),
     (("server", SIGSTOP),),
@@ -91,6 +93,9 @@ OF_RAY: Sequence[Victims] = (
 )
 PLACES = {"here": VICTIMS, "vllm": OF_VLLM, "ray": OF_RAY}
 """What runs there can be killed: workers sample with vLLM, or are actors of Ray."""
+
+_LOOK_S = 5.0
+"""Seconds between two looks whether a run hangs."""
 
 MODULES = {"engine": "tinsmith.engine", "parser": "tinsmith.server.parser_process"}
 """Modules that victims run; servers are known, and workers have names."""
@@ -226,7 +231,7 @@ def pids_of(server: Server, victim: str) -> list[int]:
 class Chaos:
     """Kills victims while a run goes on, and measures how long it takes to come on again.
 
-    A server that was killed is started again at once.
+    A server that has ended is started again at once, as a supervisor does.
     """
 
     server: Server
@@ -261,8 +266,6 @@ class Chaos:
         place, started = len(self.run.curve), time.monotonic()
         for pid, (_, sign) in zip(pids, victims, strict=True):
             os.kill(pid, sign)
-        if ("server", SIGKILL) in victims:
-            self.server.start_again()
         if ("server", SIGSTOP) in victims:
             time.sleep(STOPPED_S)
             os.kill(self.server.pid, signal.SIGCONT)
@@ -277,6 +280,8 @@ class Chaos:
         while not (found := look()):
             assert time.monotonic() < deadline, "no operation has ended"
             assert self.goes_on(), "the run has ended"
+            if self.server.process.poll() is not None:
+                self.server.start_again()
             time.sleep(0.005)
         return found
 
@@ -310,13 +315,12 @@ class Task:
 
     def finding(self) -> Finding:
         """Nothing yet."""
-        return Finding(self.kind, self.workers, not self.victims, self.place)
+        return Finding(self.kind, self.workers, not self.victims, self.place, self.number)
 
 
 def disturb(task: Task, out: Path, seed: int, until: float = float("inf"), program: list[str] = REAL_PROGRAM) -> None:
     """Run a task, and write what is found into `out` as it comes; what an operation fails with is a part of it."""
-    if time.monotonic() > until:
-        return
+    logging.getLogger("tinker").setLevel(logging.CRITICAL)  # it says each time that no server answers
     run, finding = Run(), task.finding()
     finding.curve = run.curve
     chance = random.Random(f"{seed} {task.file}")
@@ -339,25 +343,12 @@ def disturb(task: Task, out: Path, seed: int, until: float = float("inf"), progr
 
 
 def keep_quiet(task: Task, out: Path, program: list[str] = REAL_PROGRAM) -> None:
-    """Run undisturbed for as long as the disturbed runs of the same kind, which may still go on."""
+    """Run undisturbed for as long as the longest of the disturbed runs of the same kind."""
     run, finding = Run(), task.finding()
-    finding.curve = run.curve
-
-    def goes_on() -> bool:
-        while len(run.curve) >= longest(out, task):
-            finding.write(out / task.file)
-            if (out / ENDED).exists():
-                return len(run.curve) < longest(out, task)
-            time.sleep(0.5)
-        return True
-
+    finding.curve, length = run.curve, longest(out, task)
     with serving_in(task.place, task.workers, program) as server:
-        trained(server, task.kind, run, goes_on)
+        trained(server, task.kind, run, lambda: len(run.curve) < length)
     finding.write(out / task.file)
-
-
-ENDED = "ended"
-"""A file that is there when no disturbed run goes on."""
 
 
 def longest(out: Path, task: Task) -> int:
@@ -375,22 +366,38 @@ def tasks(kills: int, place: str) -> list[Task]:
     ]
 
 
+def alone(target: Callable[..., None], task: Task, out: Path, *arguments: object) -> None:
+    """Run a task in a process of its own. One that hangs is ended with all that it has started, and has failed."""
+    process = get_context("spawn").Process(target=target, args=(task, out, *arguments))
+    file = out / task.file
+    task.finding().write(file)
+    process.start()
+    while process.is_alive():
+        process.join(_LOOK_S)
+        if process.is_alive() and time.time() - file.stat().st_mtime > 2 * MOST_S:
+            hanging = psutil.Process(process.pid)
+            for each in [*hanging.children(recursive=True), hanging]:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+    if process.exitcode:
+        finding = next(found for found in read([out]) if found.is_like(task.finding()) and found.number == task.number)
+        finding.failed = finding.failed or f"it hung, or ended with exit code {process.exitcode}"
+        finding.write(file)
+
+
 def run_all(out: Path, disturbed: Sequence[Task], seed: int, jobs: int, until: float) -> None:
-    """Run tasks in `jobs` processes, beside quiet runs."""
+    """Run tasks, `jobs` at a time, and then quiet runs of each kind."""
+
+    def begin(task: Task) -> None:
+        if time.monotonic() < until:
+            alone(disturb, task, out, seed, until)
+
     kinds = dict.fromkeys((task.kind, task.workers, task.place) for task in disturbed)
-    quiet = [Task(*kind) for kind in kinds]
-    context = get_context("spawn")
-    with (
-        ProcessPoolExecutor(len(quiet), context) as beside,
-        ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool,
-    ):
-        waiting = [beside.submit(keep_quiet, task, out) for task in quiet]
-        try:
-            for done in [pool.submit(disturb, task, out, seed, until) for task in disturbed]:
-                done.result()
-        finally:
-            (out / ENDED).touch()
-        for done in waiting:
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(begin, task) for task in disturbed]:
+            done.result()
+        quiet = [task for task in (Task(*kind) for kind in kinds) if longest(out, task)]
+        for done in [pool.submit(alone, keep_quiet, task, out) for task in quiet]:
             done.result()
 
 
@@ -403,7 +410,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin nothing after so many seconds")
     parser.add_argument("--place", choices=PLACES, default="here", help="where workers sample, or run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="new directory for what is found; otherwise one that is deleted")
+    parser.add_argument("--out", type=Path, help="directory for what is found; otherwise one that is deleted")
     parser.add_argument("--join", type=Path, nargs="+", help="run nothing: read these directories")
     parser.add_argument("--picture", type=Path, default=Path("benchmarks/results/chaos.svg"))
     asked = parser.parse_args()
@@ -412,7 +419,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         out = asked.out or Path(temporary) / "found"
         if not asked.join:
-            out.mkdir(parents=True)
+            out.mkdir(parents=True, exist_ok=True)
             run_all(out, tasks(asked.kills, asked.place), asked.seed, asked.jobs, until)
         findings = read(asked.join or [out])
     lines, is_good = table(findings)

@@ -31,6 +31,7 @@ class Finding:
     workers: int
     is_quiet: bool
     place: str = "here"
+    number: int = 0
     curve: Curve = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     operations: int = 0
@@ -83,7 +84,7 @@ def differs_at(one: Curve, other: Curve) -> int | None:
 def table(findings: Sequence[Finding]) -> tuple[list[str], bool]:
     """The lines of the table, and whether nothing is wrong."""
     seconds, faults, compared = defaultdict[str, list[float]](list), list[str](), Counter[str]()
-    disturbed = [each for each in findings if not each.is_quiet]
+    disturbed = [each for each in findings if not each.is_quiet and (each.operations or each.failed)]
     for found in disturbed:
         for kill in found.kills:
             seconds[kill.victims].append(kill.seconds)

@@ -985,6 +985,13 @@ MUTATIONS = (
         (f"{ENGINE_DEATH}::test_operations_fail_before_which_engines_end_again_and_again",),
     ),
     Mutation(
+        "nobody ends a stopped parser",
+        "tinsmith/server/parser_process.py",
+        "            if self._process is not None and is_stopped(",
+        "            if self._process is None and is_stopped(",
+        ("tests/server/test_parser_process.py",),
+    ),
+    Mutation(
         "a stopped worker outlives its engine",
         "tinsmith/protocol/child_process.py",
         "ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",

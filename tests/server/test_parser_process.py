@@ -80,10 +80,14 @@ async def test_clients_and_their_sessions_take_turns(parser: Parser, asked: list
     await ask("one", "again")
 
 
-async def test_after_its_death_it_is_started_again(parser: Parser) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+async def test_one_that_dies_or_is_stopped_is_started_again(parser: Parser, sign: signal.Signals) -> None:
     assert (await parser.receive(BODY)).key.seq_id == 7
     (child,) = parsers()
-    os.kill(process_behind(child.pid), signal.SIGKILL)
+    behind = process_behind(child.pid)
+    os.kill(behind, sign)
+    if sign == signal.SIGSTOP and behind != child.pid:
+        os.kill(child.pid, sign)  # at which the server looks
     with pytest.raises(EngineUnavailableError, match="ended with exit code -9 at this one; send the request again"):
         await parser.receive(BODY)
     assert (await parser.receive(BODY)).key.seq_id == 7

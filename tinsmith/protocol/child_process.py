@@ -2,10 +2,12 @@
 
 import ctypes
 import signal
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
 import orjson
+import psutil
 
 from tinsmith.config import Config, from_tree, to_tree
 from tinsmith.protocol.gate import ChildKeys
@@ -63,6 +65,13 @@ class Start:
         start = orjson.loads(told)
         keys = None if start["keys"] is None else ChildKeys(**start["keys"])
         return cls(start["address"], keys, Place(**start["place"]), from_tree(start["config"]), start["again"])
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process of this host is stopped, by SIGSTOP for example."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def next_delay_s(last_s: float, was_ready: bool) -> float:
