@@ -94,6 +94,9 @@ OF_RAY: Sequence[Victims] = (
 PLACES = {"here": VICTIMS, "vllm": OF_VLLM, "ray": OF_RAY}
 """What runs there can be killed: workers sample with vLLM, or are actors of Ray."""
 
+_STARTS = 10
+"""How often a server may be started before anything is killed."""
+
 _LOOK_S = 5.0
 """Seconds between two looks whether a run hangs."""
 
@@ -198,7 +201,11 @@ def serving_in(place: str, workers: int, program: list[str]) -> Iterator[Server]
         else:  # samples depend on their request alone
             options += ["--deterministic", "--kv-cache-gib", "0.1"]
         server = stack.enter_context(serving(directory, *options, program=program))
-        server.wait_for_health()
+        for _ in range(_STARTS):
+            with suppress(AssertionError):  # it has ended: its engine was silent for too long on a busy machine
+                server.wait_for_health()
+                break
+            server.start_again()
         yield server
 
 
