@@ -54,7 +54,7 @@ TEXTS = 4
 STOPPED_S = 3.0
 """Seconds for which a server is stopped. Nobody ends it: it may be that its machine slept."""
 
-MOST_S = 300.0
+MOST_S = 600.0
 """Seconds after which a run that does not come on has failed. It is ended a while later, if it still runs."""
 
 Victims = tuple[tuple[str, signal.Signals], ...]
@@ -195,7 +195,7 @@ def serving_in(place: str, workers: int, program: list[str]) -> Iterator[Server]
 
             options += ["--ray-address", stack.enter_context(ray_head(workers))]
         if place == "vllm":
-            from tests.with_vllm.serving import PYTHON
+            from tests.with_vllm.serving import PYTHON, wait_for_vllm
 
             options += ["--sampler", "vllm", "--vllm-python", str(PYTHON), "--vllm-hung-s", "5", "--kv-cache-gib", "1"]
         else:  # samples depend on their request alone
@@ -206,6 +206,8 @@ def serving_in(place: str, workers: int, program: list[str]) -> Iterator[Server]
                 server.wait_for_health()
                 break
             server.start_again()
+        if place == "vllm":
+            wait_for_vllm(server)
         yield server
 
 
