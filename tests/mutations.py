@@ -985,6 +985,13 @@ MUTATIONS = (
         (f"{ENGINE_DEATH}::test_operations_fail_before_which_engines_end_again_and_again",),
     ),
     Mutation(
+        "a server that is stopped counts against the models that it brings back",
+        "tinsmith/engine/loop.py",
+        "        scheduler.crash_recovery.stop()\n",
+        "",
+        (f"{ENGINE_DEATH}::test_a_model_is_not_lost_because_a_server_is_stopped_again_and_again_while_it_comes_back",),
+    ),
+    Mutation(
         "nobody ends a stopped parser",
         "tinsmith/server/parser_process.py",
         "            if self._process is not None and is_stopped(",

@@ -159,6 +159,22 @@ def test_a_model_that_ends_engines_again_and_again_is_lost_and_others_come_back(
         assert models(here) == ["b"]
 
 
+def test_a_model_is_not_lost_because_a_server_is_stopped_again_and_again_while_it_comes_back(
+    make: Callable[..., Here],
+) -> None:
+    here = make()
+    step(here, 1)
+    before = state(here)
+    for _ in range(5):
+        here = here.next_engine()
+        until_back(here, "s:train:a")
+        Stopping(here.engine.scheduler)
+        here.engine.recorder.flush()
+    here = here.next_engine()
+    here.settle()
+    assert_same(state(here), before)
+
+
 def until_back(here: Here, model_id: str) -> None:
     """Go on until that model is being brought back."""
 

@@ -128,6 +128,7 @@ class Stopping:
     def __init__(self, scheduler: OperationScheduler) -> None:
         self.scheduler = scheduler
         scheduler.stepwise.stops = True
+        scheduler.crash_recovery.stop()
         self._end_all()
         for state in scheduler.models.values():
             state.save_again_at = None
