@@ -10,6 +10,7 @@ from the signal to the end of the first operation that was sent after it.
 """
 
 import argparse
+import logging
 import os
 import random
 import signal
@@ -18,8 +19,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -27,6 +28,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 from typing import Any
 
+import psutil
 import tinker
 from tinker import types
 
@@ -36,10 +38,10 @@ from tests.running import REAL_PROGRAM, Server, serving
 from tinsmith.models.tiny import write_tiny_model
 
 OPTIONS = (
-    *("--kv-cache-gib", "0.1", "--deterministic", "--tokens-per-pass", "512", "--device", "cpu"),
-    *("--worker-still-s", "5", "--engine-silent-s", "2", "--engine-hung-s", "6"),
+    *("--tokens-per-pass", "512", "--device", "cpu"),
+    *("--worker-still-s", "5", "--engine-silent-s", "2"),
 )
-"""What is stopped is found soon, samples depend on their request alone, and operations take several passes."""
+"""What is stopped is found soon, and operations take several passes."""
 
 PROMPTS, ASKED, ANSWER = 8, 120, 12
 """Prompts of an RL step, and tokens of each and of its answer: the body is large enough for the parser."""
@@ -52,8 +54,8 @@ TEXTS = 4
 STOPPED_S = 3.0
 """Seconds for which a server is stopped. Nobody ends it: it may be that its machine slept."""
 
-MOST_S = 200.0
-"""Seconds after which a run that does not come on has failed."""
+MOST_S = 600.0
+"""Seconds after which a run that does not come on has failed. It is ended a while later, if it still runs."""
 
 Victims = tuple[tuple[str, signal.Signals], ...]
 """Processes that get their signals together."""
@@ -63,12 +65,40 @@ VICTIMS: Sequence[Victims] = (
     (("engine", SIGKILL),),
     (("server", SIGKILL),),
     (("parser", SIGKILL),),
+    (("parser", SIGSTOP),),
     (("worker", SIGSTOP),),
     (("engine", SIGSTOP),),
     (("server", SIGSTOP),),
     (("engine", SIGKILL), ("worker", SIGKILL)),
+    (("worker", SIGSTOP), ("engine", SIGKILL)),
+    (("engine", SIGSTOP), ("server", SIGKILL)),
     (("server", SIGKILL), ("engine", SIGKILL), ("worker", SIGKILL), ("parser", SIGKILL)),
 )
+
+OF_VLLM: Sequence[Victims] = (
+    (("vLLM server", SIGKILL),),
+    (("vLLM engine", SIGKILL),),
+    (("vLLM engine", SIGSTOP),),
+    (("worker", SIGKILL),),
+    (("engine", SIGKILL), ("vLLM engine", SIGSTOP)),
+)
+OF_RAY: Sequence[Victims] = (
+    (("Ray actor", SIGKILL),),
+    (("Ray worker", SIGKILL),),
+    (("Ray worker", SIGSTOP),),
+    (("Ray actor", SIGSTOP), ("Ray worker", SIGKILL)),
+    (("engine", SIGKILL),),
+    (("engine", SIGKILL), ("Ray worker", SIGSTOP)),
+    (("server", SIGKILL), ("engine", SIGKILL), ("Ray actor", SIGKILL)),
+)
+PLACES = {"here": VICTIMS, "vllm": OF_VLLM, "ray": OF_RAY}
+"""What runs there can be killed: workers sample with vLLM, or are actors of Ray."""
+
+_STARTS = 10
+"""How often a server may be started before anything is killed."""
+
+_LOOK_S = 5.0
+"""Seconds between two looks whether a run hangs."""
 
 MODULES = {"engine": "tinsmith.engine", "parser": "tinsmith.server.parser_process"}
 """Modules that victims run; servers are known, and workers have names."""
@@ -105,9 +135,9 @@ class Run:
         self.curve.append(("gradient norm", (stepped().metrics or {})["grad_norm"]))
 
 
-def sft(service: tinker.ServiceClient, run: Run, goes_on: Callable[[], bool]) -> None:
+def sft(service: tinker.ServiceClient, run: Run, goes_on: Callable[[], bool], rank: int = 8) -> None:
     """Learn a few texts; steps gather gradients of two calls, and some are saved."""
-    client = run.send(lambda: service.create_lora_training_client(base_model=BASE_MODEL, rank=8, seed=1))()
+    client = run.send(lambda: service.create_lora_training_client(base_model=BASE_MODEL, rank=rank, seed=1))()
     step = 0
     while goes_on():
         step += 1
@@ -149,16 +179,35 @@ def rl(service: tinker.ServiceClient, run: Run, goes_on: Callable[[], bool]) -> 
 
 
 Kind = Callable[[tinker.ServiceClient, Run, Callable[[], bool]], None]
-KINDS: dict[str, Kind] = {"sft": sft, "rl": rl}
+KINDS: dict[str, Kind] = {"sft": sft, "rl": rl, "full": partial(sft, rank=0)}
+"""The last trains all weights, of which copies are more seldom."""
 
 
 @contextmanager
-def server_in(directory: Path, workers: int, program: list[str]) -> Iterator[Server]:
-    """Serve a tiny model from a directory."""
-    write_tiny_model("qwen3", directory / "model", hidden=64, layers=2, vocab=VOCABULARY)
-    options = ("--base-model", f"{BASE_MODEL}={directory / 'model'}", "--workers", str(workers), *OPTIONS)
-    with serving(directory, *options, program=program) as server:
-        server.wait_for_health()
+def serving_in(place: str, workers: int, program: list[str]) -> Iterator[Server]:
+    """Serve a tiny model."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_tiny_model("qwen3", directory / "model", hidden=64, layers=2, vocab=VOCABULARY)
+        options = ["--base-model", f"{BASE_MODEL}={directory / 'model'}", "--workers", str(workers), *OPTIONS]
+        if place == "ray":
+            from tests.ray_head import ray_head  # which may not be installed
+
+            options += ["--ray-address", stack.enter_context(ray_head(workers))]
+        if place == "vllm":
+            from tests.with_vllm.serving import PYTHON, wait_for_vllm
+
+            options += ["--sampler", "vllm", "--vllm-python", str(PYTHON), "--vllm-hung-s", "5", "--kv-cache-gib", "1"]
+        else:  # samples depend on their request alone
+            options += ["--deterministic", "--kv-cache-gib", "0.1"]
+        server = stack.enter_context(serving(directory, *options, program=program))
+        for _ in range(_STARTS):
+            with suppress(AssertionError):  # it has ended: its engine was silent for too long on a busy machine
+                server.wait_for_health()
+                break
+            server.start_again()
+        if place == "vllm":
+            wait_for_vllm(server)
         yield server
 
 
@@ -174,6 +223,16 @@ def pids_of(server: Server, victim: str) -> list[int]:
         return [server.pid]
     if victim == "worker":
         return server.worker_pids()
+    if victim.startswith("vLLM"):
+        from tests.with_vllm.serving import process_of, vllm_pids
+
+        groups = vllm_pids(server)
+        return groups if victim == "vLLM server" else [process_of(group, "EngineCore") for group in groups]
+    if victim.startswith("Ray"):
+        with server.client() as client:
+            status = client.get("status").json()
+        workers = [worker["pid"] for worker in status["workers"] if worker["state"] == "ready"]
+        return workers if victim == "Ray worker" else [psutil.Process(pid).ppid() for pid in workers]
     return [server.child_of(server.pid, MODULES[victim])]
 
 
@@ -181,7 +240,7 @@ def pids_of(server: Server, victim: str) -> list[int]:
 class Chaos:
     """Kills victims while a run goes on, and measures how long it takes to come on again.
 
-    A server that was killed is started again at once.
+    A server that has ended is started again at once, as a supervisor does.
     """
 
     server: Server
@@ -216,21 +275,31 @@ class Chaos:
         place, started = len(self.run.curve), time.monotonic()
         for pid, (_, sign) in zip(pids, victims, strict=True):
             os.kill(pid, sign)
-        if ("server", SIGKILL) in victims:
-            self.server.start_again()
         if ("server", SIGSTOP) in victims:
             time.sleep(STOPPED_S)
             os.kill(self.server.pid, signal.SIGCONT)
         self._wait(lambda: self.run.newest > started)
-        self.finding.kills.append(Kill(named(victims), place, time.monotonic() - started))
+        came_s = time.monotonic() - started
+        ended = [pid for pid, each in zip(pids, victims, strict=True) if each != ("server", SIGSTOP)]
+        self._wait(lambda: not any(map(lives, ended)))  # none holds its device any more
+        self.finding.kills.append(Kill(named(victims), place, came_s))
 
     def _wait(self, look: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + MOST_S
         while not (found := look()):
             assert time.monotonic() < deadline, "no operation has ended"
             assert self.goes_on(), "the run has ended"
+            if self.server.process.poll() is not None:
+                self.server.start_again()
             time.sleep(0.005)
         return found
+
+
+def lives(pid: int) -> bool:
+    """Whether a process has not ended."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def named(victims: Victims) -> str:
@@ -245,22 +314,22 @@ class Task:
 
     kind: str
     workers: int
+    place: str = "here"
     number: int = 0
     victims: Sequence[Victims] = ()
 
     @property
     def file(self) -> str:
-        return f"{self.kind}-{self.workers}-{self.number:03}.json"
+        return f"{self.kind}-{self.place}-{self.workers}-{self.number:03}.json"
 
     def finding(self) -> Finding:
         """Nothing yet."""
-        return Finding(self.kind, self.workers, not self.victims)
+        return Finding(self.kind, self.workers, not self.victims, self.place, self.number)
 
 
 def disturb(task: Task, out: Path, seed: int, until: float = float("inf"), program: list[str] = REAL_PROGRAM) -> None:
     """Run a task, and write what is found into `out` as it comes; what an operation fails with is a part of it."""
-    if time.monotonic() > until:
-        return
+    logging.getLogger("tinker").setLevel(logging.CRITICAL)  # it says each time that no server answers
     run, finding = Run(), task.finding()
     finding.curve = run.curve
     chance = random.Random(f"{seed} {task.file}")
@@ -269,7 +338,7 @@ def disturb(task: Task, out: Path, seed: int, until: float = float("inf"), progr
         finding.operations = run.operations
         finding.write(out / task.file)
 
-    with tempfile.TemporaryDirectory() as directory, server_in(Path(directory), task.workers, program) as server:
+    with serving_in(task.place, task.workers, program) as server:
         wild = Chaos(server, run, finding, chance, until, write)
         with ThreadPoolExecutor(2) as threads:
             training = threads.submit(trained, server, task.kind, run, wild.goes_on)
@@ -283,55 +352,61 @@ def disturb(task: Task, out: Path, seed: int, until: float = float("inf"), progr
 
 
 def keep_quiet(task: Task, out: Path, program: list[str] = REAL_PROGRAM) -> None:
-    """Run undisturbed for as long as the disturbed runs of the same kind, which may still go on."""
+    """Run undisturbed for as long as the longest of the disturbed runs of the same kind."""
     run, finding = Run(), task.finding()
-    finding.curve = run.curve
-
-    def goes_on() -> bool:
-        while len(run.curve) >= longest(out, task):
-            finding.write(out / task.file)
-            if (out / ENDED).exists():
-                return len(run.curve) < longest(out, task)
-            time.sleep(0.5)
-        return True
-
-    with tempfile.TemporaryDirectory() as directory, server_in(Path(directory), task.workers, program) as server:
-        trained(server, task.kind, run, goes_on)
+    finding.curve, length = run.curve, longest(out, task)
+    with serving_in(task.place, task.workers, program) as server:
+        trained(server, task.kind, run, lambda: len(run.curve) < length)
     finding.write(out / task.file)
-
-
-ENDED = "ended"
-"""A file that is there when no disturbed run goes on."""
 
 
 def longest(out: Path, task: Task) -> int:
     """Numbers in the longest curve of the same kind."""
-    return max((len(found.curve) for found in read([out]) if found.is_like(task.kind, task.workers)), default=0)
+    return max((len(found.curve) for found in read([out]) if found.is_like(task.finding())), default=0)
 
 
-def tasks(kills: int) -> list[Task]:
-    """The runs, in which everything in VICTIMS is killed at least so many times together; kinds take turns."""
+def tasks(kills: int, place: str) -> list[Task]:
+    """The runs, in which everything there is killed at least so many times together; kinds take turns."""
     combinations = [(kind, workers) for workers in (1, 2) for kind in KINDS]
     rounds = -(-kills // len(combinations))
-    return [Task(kind, workers, number, VICTIMS) for number in range(1, rounds + 1) for kind, workers in combinations]
+    victims = PLACES[place]
+    return [
+        Task(kind, workers, place, number, victims) for number in range(1, rounds + 1) for kind, workers in combinations
+    ]
 
 
-def run_all(out: Path, kills: int, seed: int, jobs: int, until: float) -> None:
-    """Run all tasks in `jobs` processes, beside quiet runs."""
-    disturbed = tasks(kills)
-    quiet = [Task(kind, workers) for kind, workers in dict.fromkeys((task.kind, task.workers) for task in disturbed)]
-    context = get_context("spawn")
-    with (
-        ProcessPoolExecutor(len(quiet), context) as beside,
-        ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool,
-    ):
-        waiting = [beside.submit(keep_quiet, task, out) for task in quiet]
-        try:
-            for done in [pool.submit(disturb, task, out, seed, until) for task in disturbed]:
-                done.result()
-        finally:
-            (out / ENDED).touch()
-        for done in waiting:
+def alone(target: Callable[..., None], task: Task, out: Path, *arguments: object) -> None:
+    """Run a task in a process of its own. One that hangs is ended with all that it has started, and has failed."""
+    process = get_context("spawn").Process(target=target, args=(task, out, *arguments))
+    file = out / task.file
+    task.finding().write(file)
+    process.start()
+    while process.is_alive():
+        process.join(_LOOK_S)
+        if process.is_alive() and time.time() - file.stat().st_mtime > 2 * MOST_S:
+            hanging = psutil.Process(process.pid)
+            for each in [*hanging.children(recursive=True), hanging]:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+    if process.exitcode:
+        finding = next(found for found in read([out]) if found.is_like(task.finding()) and found.number == task.number)
+        finding.failed = finding.failed or f"it hung, or ended with exit code {process.exitcode}"
+        finding.write(file)
+
+
+def run_all(out: Path, disturbed: Sequence[Task], seed: int, jobs: int, until: float) -> None:
+    """Run tasks, `jobs` at a time, and then quiet runs of each kind."""
+
+    def begin(task: Task) -> None:
+        if time.monotonic() < until:
+            alone(disturb, task, out, seed, until)
+
+    kinds = dict.fromkeys((task.kind, task.workers, task.place) for task in disturbed)
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(begin, task) for task in disturbed]:
+            done.result()
+        quiet = [task for task in (Task(*kind) for kind in kinds) if longest(out, task)]
+        for done in [pool.submit(alone, keep_quiet, task, out) for task in quiet]:
             done.result()
 
 
@@ -342,18 +417,20 @@ def main() -> int:
     processors = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=max(1, processors - 2), help="runs at a time: a processor each")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin nothing after so many seconds")
+    parser.add_argument("--place", choices=PLACES, default="here", help="where workers sample, or run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="new directory for what is found; otherwise one that is deleted")
+    parser.add_argument("--out", type=Path, help="directory for what is found; otherwise one that is deleted")
     parser.add_argument("--join", type=Path, nargs="+", help="run nothing: read these directories")
     parser.add_argument("--picture", type=Path, default=Path("benchmarks/results/chaos.svg"))
     asked = parser.parse_args()
     until = time.monotonic() + asked.limit_s
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("TINSMITH_ENGINE_HUNG_S", "20")  # more where others keep it from starting
     with tempfile.TemporaryDirectory() as temporary:
         out = asked.out or Path(temporary) / "found"
         if not asked.join:
-            out.mkdir(parents=True)
-            run_all(out, asked.kills, asked.seed, asked.jobs, until)
+            out.mkdir(parents=True, exist_ok=True)
+            run_all(out, tasks(asked.kills, asked.place), asked.seed, asked.jobs, until)
         findings = read(asked.join or [out])
     lines, is_good = table(findings)
     print("\n".join(lines), flush=True)

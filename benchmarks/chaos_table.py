@@ -30,6 +30,8 @@ class Finding:
     kind: str
     workers: int
     is_quiet: bool
+    place: str = "here"
+    number: int = 0
     curve: Curve = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     operations: int = 0
@@ -39,8 +41,9 @@ class Finding:
     directory: str = ""
     """The directory it was read from, which has its quiet run."""
 
-    def is_like(self, kind: str, workers: int) -> bool:
-        return (self.kind, self.workers) == (kind, workers)
+    def is_like(self, other: "Finding") -> bool:
+        """Whether the other is a run of the same kind."""
+        return (self.kind, self.workers, self.place) == (other.kind, other.workers, other.place)
 
     def write(self, file: Path) -> None:
         """Write it in one go: it may be read at any time."""
@@ -67,9 +70,7 @@ def quiet_of(findings: Sequence[Finding], disturbed: Finding) -> Curve:
         (
             each.curve
             for each in findings
-            if each.is_quiet
-            and each.is_like(disturbed.kind, disturbed.workers)
-            and each.directory == disturbed.directory
+            if each.is_quiet and each.is_like(disturbed) and each.directory == disturbed.directory
         ),
         [],
     )
@@ -83,7 +84,7 @@ def differs_at(one: Curve, other: Curve) -> int | None:
 def table(findings: Sequence[Finding]) -> tuple[list[str], bool]:
     """The lines of the table, and whether nothing is wrong."""
     seconds, faults, compared = defaultdict[str, list[float]](list), list[str](), Counter[str]()
-    disturbed = [each for each in findings if not each.is_quiet]
+    disturbed = [each for each in findings if not each.is_quiet and (each.operations or each.failed)]
     for found in disturbed:
         for kill in found.kills:
             seconds[kill.victims].append(kill.seconds)

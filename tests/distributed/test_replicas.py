@@ -278,12 +278,14 @@ def test_all_weights_that_are_divided_come_back_as_they_were(sharded: Running) -
     for client in (saved, stepped):
         learn(client, work[:1])
     saved.save_state("here").result()
-    before = [scores(client, work[3]) for client in (fresh, saved, stepped)]
-    os.kill(sharded.server.worker_pids()[1], signal.SIGKILL)
-    sharded.server.wait_for_log("worker 1 of 2: the worker process ended unexpectedly (signal 9)")
-    for client, expected in zip((fresh, saved, stepped), before, strict=True):
-        assert_close(scores(client, work[3]), expected, WITHIN)
-        learn(client, work[1:2])
+    server = sharded.server
+    for pid, name in ((server.worker_pids()[1], "worker 1 of 2: the worker"), (server.engine_pid(), "the engine")):
+        before = [scores(client, work[3]) for client in (fresh, saved, stepped)]
+        os.kill(pid, signal.SIGKILL)
+        server.wait_for_log(f"{name} process ended unexpectedly (signal 9)")
+        for client, expected in zip((fresh, saved, stepped), before, strict=True):
+            assert_close(scores(client, work[3]), expected, WITHIN)
+            learn(client, work[1:2])
 
 
 def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_together: list[Running]) -> None:
@@ -359,5 +361,7 @@ def test_a_model_goes_on_from_its_checkpoint_and_after_the_end_of_a_worker(alone
     server.wait_for_health()
     second = server.worker_pids()
     assert len({*first, *second}) == 4
+    assert_close(scores(client, batches[0]), before, WITHIN)
+    os.kill(server.engine_pid(), signal.SIGKILL)
     assert_close(scores(client, batches[0]), before, WITHIN)
     client.optim_step(STEP).result()

@@ -159,6 +159,22 @@ def test_a_model_that_ends_engines_again_and_again_is_lost_and_others_come_back(
         assert models(here) == ["b"]
 
 
+def test_a_model_is_not_lost_because_a_server_is_stopped_again_and_again_while_it_comes_back(
+    make: Callable[..., Here],
+) -> None:
+    here = make()
+    step(here, 1)
+    before = state(here)
+    for _ in range(5):
+        here = here.next_engine()
+        until_back(here, "s:train:a")
+        Stopping(here.engine.scheduler)
+        here.engine.recorder.flush()
+    here = here.next_engine()
+    here.settle()
+    assert_same(state(here), before)
+
+
 def until_back(here: Here, model_id: str) -> None:
     """Go on until that model is being brought back."""
 
@@ -181,10 +197,16 @@ def test_operations_fail_before_which_engines_end_again_and_again(make: Callable
     here.until(lambda: here.engine.scheduler.forward.passes)
     here.worker.turn()
     here.until(lambda: "s:train:a/3" in here.told)
-    here.create("b")
+    for _ in range(2 * MOST_IDLE_STARTS):  # a supervisor lets none live until its workers are there
+        here = here.next_engine()
+        here.process.is_ready = False
+        here.turn()
+        assert here.store.status("s:train:a/4") == "queued"
     for _ in range(MOST_IDLE_STARTS):
         here = here.next_engine()
-        assert [here.store.status(f"s:train:{name}") for name in ("a/4", "b/0")] == ["queued"] * 2
+        until_begun(here)
+        assert here.store.status("s:train:a/4") == "queued"
+    here.create("b")
     here = here.next_engine()
     assert "5 times now before an operation was done" in str(here.error("a", 4))
     assert "5 times now before an operation was done" in str(here.error("b", 0))
@@ -193,6 +215,11 @@ def test_operations_fail_before_which_engines_end_again_and_again(make: Callable
     assert "seq_id 4" in run(here, "optim", 5)
     assert run(here, "optim", 6) == ""
     assert "without_gradients" in str(results(here, 6))
+
+
+def until_begun(here: Here) -> None:
+    """Go on until all models are back, and a pass is under way."""
+    here.until(lambda: here.engine.scheduler.forward.passes and not here.engine.scheduler.crash_recovery.waiting)
 
 
 def run(here: Here, kind: str, seq: int) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 import zstandard
@@ -19,6 +20,8 @@ from tinsmith.errors import EngineUnavailableError, UserError
 from tinsmith.server.parser_process import ParserProcess
 from tinsmith.wire.compression import TooLargeError
 from tinsmith.wire.forward_backward import ReceivedRequest, receive
+
+LONG_S = 60.0
 
 LIMITS = RequestsConfig()
 BODY = forward_backward_body("s:train:0", 7)
@@ -80,10 +83,25 @@ async def test_clients_and_their_sessions_take_turns(parser: Parser, asked: list
     await ask("one", "again")
 
 
-async def test_after_its_death_it_is_started_again(parser: Parser) -> None:
+async def receive_or_end(parser: Parser, pids: set[int]) -> None:
+    """Let the body be parsed, and end these processes: where nobody has, the test would wait for ever."""
+    try:
+        async with asyncio.timeout(LONG_S):
+            await parser.receive(BODY)
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+async def test_one_that_dies_or_is_stopped_is_started_again(parser: Parser, sign: signal.Signals) -> None:
     assert (await parser.receive(BODY)).key.seq_id == 7
     (child,) = parsers()
-    os.kill(process_behind(child.pid), signal.SIGKILL)
+    behind = process_behind(child.pid)
+    os.kill(behind, sign)
+    if sign == signal.SIGSTOP and behind != child.pid:
+        os.kill(child.pid, sign)  # at which the server looks
     with pytest.raises(EngineUnavailableError, match="ended with exit code -9 at this one; send the request again"):
-        await parser.receive(BODY)
+        await receive_or_end(parser, {behind, child.pid})
     assert (await parser.receive(BODY)).key.seq_id == 7

@@ -16,7 +16,7 @@ from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.logs import start_logging
-from tinsmith.protocol.child_process import leave_signals_to_server
+from tinsmith.protocol.child_process import end_with_parent, leave_signals_to_server
 from tinsmith.protocol.devices import worker_count
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Run an engine until its server stops it."""
     leave_signals_to_server()
+    end_with_parent()
     start_logging("engine")
     link = ChildLink(sys.argv[1])
     heartbeat = Heartbeat(sys.argv[1], int(sys.argv[2]))

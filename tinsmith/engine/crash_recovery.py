@@ -67,6 +67,8 @@ class CrashRecovery:
     """Models that do not come back, and why, until `take_lost`."""
     reason: str = "the engine ended"
     under_way: Comeback | None = None
+    is_stopping: bool = False
+    """Whether the engine was told to stop: then its end says nothing about what it is at."""
     backoff: Backoff = field(default_factory=Backoff)
     """Of replays that wait for the database."""
     _to_delete: list[tuple[str, str]] = field(default_factory=list)
@@ -146,9 +148,19 @@ class CrashRecovery:
             return
         model_id = min(self.waiting, key=lambda each: self.waiting[each])
         # Noted first: it may end this engine, and the next one has to know
-        self.outcomes.record([HistoryChange(model_id, comebacks=self.waiting[model_id] + 1)])
+        self._note(model_id)
         self.under_way = Comeback(model_id, self.replay.bring_back(self.models.require(model_id)))
         self._go_on(self.under_way, None)
+
+    def stop(self) -> None:
+        """Count no end against the models that are brought back from now on, or just now."""
+        self.is_stopping = True
+        if self.under_way is not None:
+            self._note(self.under_way.model_id)
+
+    def _note(self, model_id: str) -> None:
+        ends = self.waiting[model_id] + (0 if self.is_stopping else 1)
+        self.outcomes.record([HistoryChange(model_id, comebacks=ends)])
 
     def holds(self, model_id: str) -> bool:
         """Whether a model waits, or is lost and not yet recorded to be."""

@@ -128,6 +128,7 @@ class Stopping:
     def __init__(self, scheduler: OperationScheduler) -> None:
         self.scheduler = scheduler
         scheduler.stepwise.stops = True
+        scheduler.crash_recovery.stop()
         self._end_all()
         for state in scheduler.models.values():
             state.save_again_at = None
@@ -213,6 +214,8 @@ class Engine:
         """Models that ended with a worker, and why, until that is in the log."""
         self._is_told_ready = False
         """Whether the server knows that these workers take work."""
+        self._has_begun = False
+        """Whether an operation has begun, and that is noted."""
         self.reading = Backoff()
         """Back-off for reading the log, and for recording lost models."""
         self.stopping = False
@@ -298,9 +301,20 @@ class Engine:
                 self.log_reader.read()  # what is lost fails with its model in the log and is not to be filed
         self.scheduler.fail_overdue()
         if self._may_train:
-            self.scheduler.turn()
+            self._train()
         self._tell_ready()
         self.status.note()
+
+    def _train(self) -> None:
+        """Let workers train. The first operation is noted before: it may end this engine, and those that follow."""
+        if not self._has_begun and self.scheduler.has_due:
+            if self.reading.wait_s > 0:
+                return
+            with self._tried_later("operations wait"):
+                self.store.note_begun()
+                self._has_begun = True
+        if self._has_begun or not self.scheduler.has_due:
+            self.scheduler.turn()
 
     @property
     def has_lost(self) -> bool:

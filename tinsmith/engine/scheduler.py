@@ -92,6 +92,12 @@ class OperationScheduler:
         return [*forward, *begun, *state.queue.held.values()]
 
     @property
+    def has_due(self) -> bool:
+        """Whether a `turn` would begin an operation, or go on with one."""
+        due = {model_id for model_id, state in self.models.items() if state.queue.head() is not None}
+        return any(not self.crash_recovery.holds(model_id) for model_id in {*due, *self.forward.operations})
+
+    @property
     def wait_s(self) -> float:
         """Seconds until a `turn` has something to do that no message announces."""
         waits = [self.waits.backoff.wait_s] if self.models.wait_for_database else []

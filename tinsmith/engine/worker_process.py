@@ -5,16 +5,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Literal
-
-import psutil
 
 from tinsmith.config import Config, ServerConfig
 from tinsmith.engine.launching import Launcher, Surroundings, WorkerProgram
 from tinsmith.observing.metrics import Number
 from tinsmith.observing.spans import MOST, Span
-from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, Start, exit_text, next_delay_s
+from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, Start, exit_text, is_stopped, next_delay_s
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
@@ -233,7 +230,7 @@ class WorkerProcess:
             return
         self._looked_at = now
         self.liveness.look(WATCH_S)
-        self.liveness.is_stopped = self.launcher.host is None and _is_stopped(self.pid)
+        self.liveness.is_stopped = self.launcher.host is None and is_stopped(self.pid)
         if self.liveness.fault:
             self.kill_hung(f"it had {self.liveness.fault} and was killed")
 
@@ -295,10 +292,3 @@ class WorkerProcess:
             self.answering.close()
         self.link.close()
         self.link = self.process = self.answering = None
-
-
-def _is_stopped(pid: int | None) -> bool:
-    """Whether a process of this host is stopped, by SIGSTOP for example."""
-    with suppress(psutil.Error):
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    return False

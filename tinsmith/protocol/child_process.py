@@ -1,10 +1,13 @@
 """The rules for engine and worker processes: how one is configured, watched, restarted, and its end described."""
 
+import ctypes
 import signal
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
 import orjson
+import psutil
 
 from tinsmith.config import Config, from_tree, to_tree
 from tinsmith.protocol.gate import ChildKeys
@@ -20,6 +23,9 @@ WATCH_S = 1.0
 LAST_WORDS_S = 0.5
 """Seconds that the last messages of an ended process may take to arrive."""
 
+_PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when its parent has ended."""
+
 
 def leave_signals_to_server() -> None:
     """Ignore what reaches all processes of a terminal or service, and the server handles: Ctrl-C, SIGTERM, SIGHUP."""
@@ -27,6 +33,11 @@ def leave_signals_to_server() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # not SIG_IGN, which processes that are started would inherit
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process when the one that started it has ended, even if it is stopped then."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,13 @@ class Start:
         start = orjson.loads(told)
         keys = None if start["keys"] is None else ChildKeys(**start["keys"])
         return cls(start["address"], keys, Place(**start["place"]), from_tree(start["config"]), start["again"])
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process of this host is stopped, by SIGSTOP for example."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def next_delay_s(last_s: float, was_ready: bool) -> float:

@@ -2,7 +2,7 @@
 
 Protobuf, JSON and base64 hold the interpreter's lock while they work on megabytes: in a thread of the server they would
 stop every other request. The server sends one body at a time over a socket; clients take turns, and so do the sessions
-of each. The process ends with the socket, and is started again if it dies.
+of each. The process ends with the socket, and is started again if it dies; one that is stopped is killed.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from tinsmith.errors import EngineUnavailableError, TinsmithError
 from tinsmith.logs import start_logging
-from tinsmith.protocol.child_process import leave_signals_to_server
+from tinsmith.protocol.child_process import WATCH_S, is_stopped, leave_signals_to_server
 from tinsmith.sampling.turns import Turns
 from tinsmith.wire.compression import decompress
 
@@ -82,14 +82,23 @@ class ParserProcess:
         if self._busy:
             await self._turn(client, session)
         self._busy = True
+        watching = asyncio.create_task(self._watch())
         try:
             answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, job, body)
         finally:
+            watching.cancel()
             self._give_turn()
         if isinstance(answer, TinsmithError):
             raise answer
         result: Result = answer
         return result
+
+    async def _watch(self) -> None:
+        """End the process if it is stopped: it would never answer."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._process is not None and is_stopped(self._process.pid):
+                self._process.kill()
 
     async def _turn(self, client: str, session: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

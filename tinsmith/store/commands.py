@@ -529,8 +529,8 @@ def fail_unfinished(connection: Connection, reason: str, place: str, now: float,
             lost[model_id] = f"{reason} while the model was brought back, {times} times now"
     histories.forget(connection, lost)
     lose_models(connection, lost, now, keep)
-    left = set(_queued_models(connection))
-    if histories.note_start(connection, place, left_work=bool(left)):
+    if histories.note_start(connection, place):
+        left = set(_queued_models(connection))
         again = f"{reason}, {histories.MOST_IDLE_STARTS} times now before an operation was done"
         for model_id in left & comebacks.keys():
             queued = _queued(connection, model_id, (), _ALL)

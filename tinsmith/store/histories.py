@@ -20,7 +20,7 @@ MOST_ENDS = 3
 """A model is lost, and an operation fails, when processes have ended so many times while it was under way."""
 
 MOST_IDLE_STARTS = 5
-"""Operations fail when so many engines have ended, one after the other, before any operation was done."""
+"""Operations fail when so many engines have begun some, one after the other, and ended before any was done."""
 
 _INSERT = insert(histories)
 _INSERT_EVENT = insert(history_events)
@@ -34,6 +34,7 @@ _DELETE_EVENT = delete(history_events).where(
 _SUMMARY_OF = select(histories.c.summary).where(histories.c.model_id == bindparam("model"))
 _IS_THERE = select(exists().where(histories.c.model_id == bindparam("model")))
 _NEWEST = select(func.max(engine_starts.c.number))
+_BEGIN = update(engine_starts).where(engine_starts.c.number == _NEWEST.scalar_subquery()).values(has_begun=True)
 _LIVING = (
     select(histories.c.model_id, histories.c.comebacks)
     .join_from(histories, models, histories.c.model_id == models.c.model_id)
@@ -136,13 +137,18 @@ def forget_engines(store: Transactions) -> None:
         connection.execute(delete(engine_starts))
 
 
-def note_start(connection: Connection, place: str, left_work: bool) -> bool:
-    """Note that an engine is going to start; whether too many have ended before any operation was done."""
+def note_start(connection: Connection, place: str) -> bool:
+    """Note that an engine is going to start; whether too many have begun operations, and ended before any was done."""
     done_at = select(func.coalesce(func.max(commands.c.finished_at), 0.0)).where(commands.c.error.is_(None))
     since = engine_starts.c.started_at > done_at.scalar_subquery()
-    idle = connection.execute(select(func.count()).where(engine_starts.c.left_work, since)).scalar_one()
-    start = {"started_at": time.time(), "place": place, "left_work": left_work}
+    idle = connection.execute(select(func.count()).where(engine_starts.c.has_begun, since)).scalar_one()
+    start = {"started_at": time.time(), "place": place, "has_begun": False}
     connection.execute(insert(engine_starts), start)
     oldest = connection.execute(_NEWEST).scalar_one() - 2 * MOST_IDLE_STARTS
     connection.execute(delete(engine_starts).where(engine_starts.c.number < oldest))
-    return bool(left_work and idle >= MOST_IDLE_STARTS)
+    return bool(idle >= MOST_IDLE_STARTS)
+
+
+def note_begun(connection: Connection) -> None:
+    """Note that the engine which was started last begins its first operation."""
+    connection.execute(_BEGIN)

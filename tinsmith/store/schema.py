@@ -143,7 +143,8 @@ engine_starts = Table(
     Column("started_at", Float, nullable=False),
     # The data directory, in which kept copies lie
     Column("place", Text, nullable=False),
-    Column("left_work", Boolean, nullable=False),
+    # Whether it has begun an operation: others end for reasons of their own, and as often as they are started
+    Column("has_begun", Boolean, nullable=False),
     sqlite_autoincrement=True,
 )
 

@@ -185,6 +185,11 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         self.sweep_blobs()
         return left
 
+    def note_begun(self) -> None:
+        """Note that the engine begins its first operation: if it ends before any is done, that may be the reason."""
+        with self.writing() as connection:
+            histories.note_begun(connection)
+
     def sweep_blobs(self) -> None:
         """Delete images that no command refers to, and unfinished files."""
         unused = self.unused_blobs()

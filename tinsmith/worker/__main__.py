@@ -19,7 +19,7 @@ from typing import cast
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError, DeviceLostError, EngineUnavailableError, WorkersLostError
 from tinsmith.logs import start_logging
-from tinsmith.protocol.child_process import Start, leave_signals_to_server
+from tinsmith.protocol.child_process import Start, end_with_parent, leave_signals_to_server
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.questions import Questions
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Run a worker until its engine stops it."""
     leave_signals_to_server()
+    end_with_parent()
     parent_pid = int(sys.argv[1])
     start_logging("worker")
     with ThreadPoolExecutor(1, "imports") as thread:
