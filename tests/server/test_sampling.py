@@ -23,10 +23,10 @@ import pytest
 from tests.server.serving import Served, refused, served
 from tests.store.power_cut import recorded
 from tinsmith.config import ServerConfig
-from tinsmith.errors import BackpressureError, ConfigError, NotFoundError, UserError
+from tinsmith.errors import BackpressureError, ConfigError, EngineUnavailableError, UserError
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import SampleDone, SampleEvents, SampleFailed
-from tinsmith.server.replies import GoneError
+from tinsmith.server import calls
 from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.samples import PendingSample, SampleBook, StreamedTokens
 from tinsmith.store.append_file import encode
@@ -472,39 +472,36 @@ def sent(message: Message) -> Message:
 
 
 async def test_the_tokens_of_a_streamed_sample_are_read_while_it_runs_and_from_its_beginning(server: Served) -> None:
-    book, request_id = server.hub.samples, "s:sample:0/1"
-    sample, silent = book.add(request_id, 2, 0, stream=True), book.add("s:sample:0/2", 1, 0)
-    early, run = book.follow(request_id, sample.run), sample.run
-    server.hub.take(
-        sent(SampleEvents([(request_id, run, 0, [5], [-0.5]), (silent.request_id, silent.run, 0, [9], [-0.9])]))
-    )
-    assert await anext(early) == StreamedTokens(0, [5], [-0.5])
-    waiting = asyncio.ensure_future(anext(early))
+    hub, request_id = server.hub, "s:sample:0/1"
+    sample, silent = hub.samples.add(request_id, 2, 0, stream=True), hub.samples.add("s:sample:0/2", 1, 0)
+    run = sample.run
+    hub.take(sent(SampleEvents([(request_id, run, 0, [5], [-0.5]), (silent.request_id, silent.run, 0, [9], [-0.9])])))
+    assert await calls.answer_tokens(hub, request_id, run, 0) == ([StreamedTokens(0, [5], [-0.5])], None)
+    waiting = asyncio.ensure_future(calls.answer_tokens(hub, request_id, run, 1))
     await asyncio.sleep(0)
     assert not waiting.done()
-    server.hub.take(
-        sent(SampleEvents([(request_id, run, 1, [6, 2], [-0.6, -0.2]), (request_id, run + 100, 0, [1], [-1.0])]))
-    )
-    assert await waiting == StreamedTokens(1, [6, 2], [-0.6, -0.2])
-    server.hub.take(sent(SampleDone(request_id, run, b"")))
-    server.hub.take(sent(SampleEvents([(request_id, run, 0, [3], [-0.3])])))  # too late
-    assert [event async for event in early] == []
-    assert [event.tokens async for event in book.follow(request_id, run)] == [[5], [6, 2]]
-    with pytest.raises(UserError, match="was started without stream"):
-        book.follow(silent.request_id, silent.run)
-    with pytest.raises(NotFoundError, match="send it again"):
-        book.follow(request_id, run + 1)
+    hub.take(sent(SampleEvents([(request_id, run, 1, [6, 2], [-0.6, -0.2]), (request_id, run + 100, 0, [1], [-1.0])])))
+    assert await waiting == ([StreamedTokens(1, [6, 2], [-0.6, -0.2])], None)
+    ended = SampleDone(request_id, run, b"")
+    hub.take(sent(ended))
+    hub.take(sent(SampleEvents([(request_id, run, 0, [3], [-0.3])])))  # too late
+    assert await calls.answer_tokens(hub, request_id, run, 2) == ([], ended)
+    events, end = await calls.answer_tokens(hub, request_id, run, 0)
+    assert ([event.tokens for event in events], end) == ([[5], [6, 2]], None)
+    for other, number in ((silent.request_id, silent.run), (request_id, run + 1)):
+        with pytest.raises(EngineUnavailableError, match="send the request again"):
+            await calls.answer_tokens(hub, other, number, 0)
 
 
 async def test_what_ends_a_streamed_sample_ends_its_readers(server: Served) -> None:
-    book = server.hub.samples
+    hub, book = server.hub, server.hub.samples
     samples = failing, cancelled, _ = [book.add(f"s:sample:0/{number}", 1, 0, stream=True) for number in range(3)]
-    readers = [asyncio.ensure_future(anext(book.follow(sample.request_id, sample.run))) for sample in samples]
+    readers = [asyncio.ensure_future(calls.answer_tokens(hub, each.request_id, each.run, 0)) for each in samples]
     await asyncio.sleep(0)
-    server.hub.take(sent(SampleFailed(failing.request_id, failing.run, "no such token", "user", gone=False)))
+    hub.take(sent(SampleFailed(failing.request_id, failing.run, "no such token", "user", gone=False)))
     book.remove(cancelled.request_id)
     book.lose_running()
-    gone = (GoneError, "is not known any more")
+    gone = (EngineUnavailableError, "was lost with its engine")
     for reader, (error, message) in zip(readers, ((UserError, "no such token"), gone, gone), strict=True):
         with pytest.raises(error, match=message):
             await reader

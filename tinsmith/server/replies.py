@@ -30,7 +30,6 @@ from tinsmith.errors import (
     TinsmithError,
     UserError,
 )
-from tinsmith.observing.metrics import REFUSALS
 from tinsmith.wire.compression import TooLargeError
 
 log = logging.getLogger(__name__)
@@ -135,14 +134,14 @@ async def _reply_to_known(request: Request, error: Exception) -> Response:
     if isinstance(error, BackpressureError | StoreUnavailableError):
         wait_s = error.retry_after_s if isinstance(error, BackpressureError) else RETRY_AFTER_S
         headers = {"Retry-After": str(math.ceil(wait_s))}
-    REFUSALS.labels(_reason_of(error), str(status)).inc()
+    await request.app.state.front.refused(_reason_of(error), status)
     if _asks_as_openai(request):
         return json_reply(openai_error(request, error), status, headers)
     return json_reply({"detail": _told(request, error)}, status, headers)
 
 
 def _told(request: Request, error: Exception) -> str:
-    told: str = request.app.state.hub.told(str(error), "user" if isinstance(error, UserError) else "server")
+    told: str = request.app.state.front.told(str(error), "user" if isinstance(error, UserError) else "server")
     return told
 
 
@@ -184,7 +183,7 @@ async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:
 
 
 async def _reply_to_unknown(request: Request, error: Exception) -> Response:
-    REFUSALS.labels("internal", "500").inc()
+    await request.app.state.front.refused("internal", 500)
     # The traceback is in the server's log: the web framework raises the exception again after this reply.
     detail = f"internal error of the server: {type(error).__name__}; see its log"
     if _asks_as_openai(request):

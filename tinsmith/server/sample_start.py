@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from tinsmith.errors import NotFoundError, ParameterError, TinsmithError, UserError, quoted
+from tinsmith.errors import NotFoundError, ParameterError, UserError, quoted
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.serving import Sample
+from tinsmith.server import calls
 from tinsmith.server.access import caller_of, require, require_base
-from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of
+from tinsmith.server.base_models import check_fits
+from tinsmith.server.front import Front, comes_from_here, front_of
 from tinsmith.server.sample_checks import ReceivedSample, check_sample
-from tinsmith.server.samples import PendingSample
-from tinsmith.store import ids
 from tinsmith.store.newest_weights import newest_weights
 from tinsmith.store.shared import require_sampled
 from tinsmith.wire.paths import is_path
@@ -30,9 +30,9 @@ class SampledWeights:
     """As in `Sample`."""
 
 
-def require_sampler(hub: Hub) -> None:
+def require_sampler(front: Front) -> None:
     """Raise UserError on a server that does not sample."""
-    if hub.config.sampling.sampler == "none":
+    if front.config.sampling.sampler == "none":
         raise UserError("this server does not sample: it was started with sampler=none")
 
 
@@ -41,10 +41,10 @@ async def checked_base(request: Request, base_model: str | None, path: str | Non
 
     Raises UserError, NotFoundError or ForbiddenError if it cannot be sampled. The path's owner is to be checked before.
     """
-    hub = hub_of(request)
-    checkpoint = None if path is None else await hub.store.read(require_sampled, hub.shared, path)
+    front = front_of(request)
+    checkpoint = None if path is None else await front.store.read(require_sampled, front.shared, path)
     name = base_model or (checkpoint.base_model if checkpoint else "")
-    facts = hub.base_models.find(name, comes_from_here(request))
+    facts = front.base_models.find(name, comes_from_here(request))
     require_base(request, facts.name)
     if checkpoint is not None:
         check_fits(checkpoint, facts)
@@ -71,9 +71,9 @@ async def weights_named(request: Request, name: str) -> SampledWeights:
 
 
 async def _live(request: Request, model_id: str) -> SampledWeights:
-    hub = hub_of(request)
+    front = front_of(request)
     await require(request, "model", model_id)
-    found = await hub.store.read(newest_weights, model_id)
+    found = await front.store.read(newest_weights, model_id)
     if found is None:
         raise NotFoundError(
             f"model {model_id} has no weights for sampling yet; call save_weights_for_sampler in its training, "
@@ -82,36 +82,24 @@ async def _live(request: Request, model_id: str) -> SampledWeights:
     if is_path(found):
         _, facts = await checked_base(request, None, found)
         return SampledWeights(facts, found)
-    session = await hub.sampling_sessions.find(found)
+    session = await front.ask(calls.sampling_session, found)
     _, facts = await checked_base(request, session.base_model, None)
     return SampledWeights(facts, session.weights_id)
 
 
 async def start_sample(
     request: Request, request_id: str, weights: SampledWeights, received: ReceivedSample, stream: bool = False
-) -> PendingSample:
-    """Let the engine sample; with `stream` the tokens can be followed.
+) -> int:
+    """Let the engine sample; with `stream` the tokens can be followed. Returns the number of the run.
 
     Raises UserError for what cannot be sampled, BackpressureError beyond a limit, and EngineUnavailableError.
     """
-    hub, caller, facts = hub_of(request), caller_of(request), weights.facts
-    tokens, count = check_sample(received, facts, hub.config.images), received.request.num_samples
-    sample = hub.samples.add(request_id, count, len(received.body), stream, received.digest)
-    try:
-        owner = caller.tenant, facts.name, ids.session_of(request_id)
-        await hub.budgets.reserve(request_id, caller, owner, tokens, count)
-        if ids.is_sample(request_id):
-            hub.sample_reports.expect(request_id)
-        message = Sample(
-            *(request_id, sample.run, facts.name, weights.weights_id, count),
-            stream=stream,
-            payload=received.body,
-            tenant=caller.tenant,
-        )
-        await hub.engine.send(message)
-    except TinsmithError:
-        hub.samples.remove(request_id)
-        hub.budgets.release(request_id)
-        hub.sample_reports.refuse(request_id)
-        raise
-    return sample
+    front, caller, facts = front_of(request), caller_of(request), weights.facts
+    tokens = check_sample(received, facts, front.config.images)
+    message = Sample(
+        *(request_id, 0, facts.name, weights.weights_id, received.request.num_samples),
+        stream=stream,
+        payload=received.body,
+        tenant=caller.tenant,
+    )
+    return await front.ask(calls.start_sample, caller, message, tokens, received.digest)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tinsmith.config import ServerConfig
@@ -16,7 +16,6 @@ from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError, Use
 from tinsmith.observing.spans import SAMPLES, SPANS
 from tinsmith.protocol.serving import SampleDone, SampleFailed
 from tinsmith.server.async_store import AsyncStore
-from tinsmith.server.replies import GoneError
 from tinsmith.store import ids
 from tinsmith.store.records import SamplingSession
 from tinsmith.store.store import Store
@@ -61,15 +60,11 @@ class _Stream:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def read(self) -> AsyncIterator[StreamedTokens]:
-        position = 0
-        while True:
-            while position < len(self.events):
-                yield self.events[position]
-                position += 1
-            if self.ended:
-                return
+    async def after(self, seen: int) -> list[StreamedTokens]:
+        """Those behind the `seen` first ones, as soon as there are some; none at the end."""
+        while len(self.events) == seen and not self.ended:
             await self._changed.wait()
+        return self.events[seen:]
 
 
 @dataclass(eq=False)
@@ -206,19 +201,6 @@ class SampleBook:
             if sample is not None and sample.run == run and sample.outcome is None and sample.stream is not None:
                 sample.stream.add(StreamedTokens(index, tokens, logprobs))
 
-    def follow(self, request_id: str, run: int) -> AsyncIterator[StreamedTokens]:
-        """The tokens of a sample that was added with `stream`, from the first on, until it is done.
-
-        Raises NotFoundError for an unknown run, UserError for one that is not streamed. The iterator raises the error
-        of a failed sample, and GoneError if it is lost or given up.
-        """
-        sample = self.find(request_id)
-        if sample is None or sample.run != run:
-            raise NotFoundError(f"sample {request_id} is not known (any more); send it again")
-        if sample.stream is None:
-            raise UserError(f"sample {request_id} was started without stream, so its tokens come with its result only")
-        return _follow(sample, sample.stream)
-
     def fetched(self, request_id: str) -> None:
         """Note that a result was sent: it is not kept much longer."""
         if self._unfetched.pop(request_id, None) is not None:
@@ -289,17 +271,6 @@ class SampleBook:
                     dropped,
                 )
             self.remove(dropped)
-
-
-async def _follow(sample: PendingSample, stream: _Stream) -> AsyncIterator[StreamedTokens]:
-    async for event in stream.read():
-        yield event
-    if isinstance(sample.outcome, SampleFailed):
-        raise error_of(sample.outcome)
-    if sample.outcome is None:
-        raise GoneError(
-            f"sample {sample.request_id} is not known any more: it was lost with its engine, or given up; send it again"
-        )
 
 
 def error_of(ended: SampleFailed) -> TinsmithError:

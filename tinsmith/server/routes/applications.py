@@ -17,21 +17,17 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.chat.template import RESERVED, ChatFormat
-from tinsmith.errors import (
-    EngineUnavailableError,
-    ParameterError,
-    TinsmithError,
-    translated,
-)
-from tinsmith.protocol.serving import CancelSample, SampleDone, SampleFailed
+from tinsmith.errors import ParameterError, TinsmithError
+from tinsmith.protocol.serving import SampleDone
+from tinsmith.server import calls
 from tinsmith.server.access import caller_of, read_parsed
 from tinsmith.server.answers import Form, GrowingAnswer, SampledAnswers, event
 from tinsmith.server.body import SMALL_BYTES
-from tinsmith.server.hub import Hub, hub_of
-from tinsmith.server.replies import OPENAI_PREFIXES, GoneError, json_reply, openai_error
+from tinsmith.server.front import Front, front_of
+from tinsmith.server.replies import OPENAI_PREFIXES, json_reply, openai_error
 from tinsmith.server.sample_checks import receive_sample
 from tinsmith.server.sample_start import SampledWeights, require_sampler, start_sample, weights_named
-from tinsmith.server.samples import PendingSample, StreamedTokens, error_of
+from tinsmith.server.samples import StreamedTokens
 from tinsmith.store import catalog, ids
 from tinsmith.wire.chat_requests import ChatRequest, CompletionRequest, parameters_of, parse_chat, parse_completion
 
@@ -41,8 +37,6 @@ router = APIRouter()
 
 _MOST_LISTED = 1000
 """Checkpoints that are listed as models, the newest."""
-_LOOK_S = 30.0
-"""Seconds after which a request that waits looks whether its sample is still there."""
 
 Result = TypeVar("Result")
 
@@ -52,14 +46,14 @@ Result = TypeVar("Result")
 
 async def list_models(request: Request) -> Response:
     """The names that `model` may have: base models, and the caller's newest checkpoints for sampling."""
-    hub, caller = hub_of(request), caller_of(request)
+    front, caller = front_of(request), caller_of(request)
     allowed = None if caller.key is None else caller.key.models
     found = [
         _described(facts.name, 0.0, max_model_len=facts.advertised_context)
-        for facts in hub.base_models.all()
+        for facts in front.base_models.all()
         if allowed is None or facts.name in allowed
     ]
-    saved, _ = await hub.store.read(catalog.list_checkpoints, catalog.Page(_MOST_LISTED, 0), caller.tenant)
+    saved, _ = await front.store.read(catalog.list_checkpoints, catalog.Page(_MOST_LISTED, 0), caller.tenant)
     found += [
         _described(row.tinker_path, row.created_at, parent=row.base_model) for row in saved if row.kind == "sampler"
     ]
@@ -132,16 +126,16 @@ class Prompted:
 
 async def chat_completions(request: Request) -> Response:
     """The model's answers to a conversation."""
-    hub = hub_of(request)
-    require_sampler(hub)
-    limit = hub.config.requests.max_sample_mib * 2**20
+    front = front_of(request)
+    require_sampler(front)
+    limit = front.config.requests.max_sample_mib * 2**20
     asked = await read_parsed(request, limit, "max_sample_mib", "application/json", parse_chat)
     options = asked.chat_template_kwargs or {}
     for name in RESERVED:
         if name in options:
             raise ParameterError(f"chat_template_kwargs.{name}: the server sets this itself; leave it out")
     weights = await weights_named(request, asked.model)
-    model = await hub.applications.format_of(weights.facts)
+    model = await front.applications.format_of(weights.facts)
     tools = asked.offered
     if tools and model.calls is None:
         raise ParameterError(
@@ -164,12 +158,12 @@ async def chat_completions(request: Request) -> Response:
 
 async def completions(request: Request) -> Response:
     """The model's continuations of a text, or of tokens."""
-    hub = hub_of(request)
-    require_sampler(hub)
-    limit = hub.config.requests.max_sample_mib * 2**20
+    front = front_of(request)
+    require_sampler(front)
+    limit = front.config.requests.max_sample_mib * 2**20
     asked = await read_parsed(request, limit, "max_sample_mib", "application/json", parse_completion)
     weights = await weights_named(request, asked.model)
-    model = await hub.applications.format_of(weights.facts)
+    model = await front.applications.format_of(weights.facts)
     prompt = asked.prompted
     tokens = await _beside(len(prompt), model.encode, prompt) if isinstance(prompt, str) else prompt
     chunks = [{"type": "encoded_text", "tokens": tokens}]
@@ -201,54 +195,65 @@ async def _beside(size: int, work: Any, *args: Any) -> Any:
 
 async def _sampled(request: Request, prompted: Prompted) -> Response:
     """The reply to a request whose prompt is rendered."""
-    hub, config = hub_of(request), hub_of(request).config
-    owner_id, number = hub.applications.new_answer(caller_of(request).tenant)
+    front = front_of(request)
+    owner_id, number = front.applications.new_answer(caller_of(request).tenant)
     form, answers = prompted.form(), prompted.answers()
-    body = prompted.body(owner_id, number)
-    received = await hub.bodies.parse_made(request, body, receive_sample, config.requests, config.images)
+    body, config = prompted.body(owner_id, number), front.config
+    received = await front.bodies.parse_made(request, body, receive_sample, config.requests, config.images)
     request_id = ids.request_id(owner_id, number)
     asked = prompted.asked
-    sample = await start_sample(request, request_id, prompted.weights, received, stream=bool(asked.stream))
+    run = await start_sample(request, request_id, prompted.weights, received, stream=bool(asked.stream))
+    sample = StartedSample(front, request_id, run)
     log.debug("sample=%s is answer %s for user %s", request_id, form.answer_id, asked.user or "-")
     if not asked.stream:
         try:
-            done = await _unless_gone(request, _end_of(hub, sample))
+            done = await _unless_gone(request, sample.end())
         finally:
-            _give_up(hub, sample)
+            sample.give_up()
         return json_reply(form.reply(answers, SampledAnswers.read(done.payload, done.used)))
-    events = hub.samples.follow(request_id, sample.run)
+    events = sample.tokens()
     try:
-        first = await _unless_gone(request, _next(events))  # an error has its own status until the stream begins
+        first = await _unless_gone(request, anext(events))  # an error has its own status until the stream begins
     except BaseException:
-        _give_up(hub, sample)
+        sample.give_up()
         raise
-    return AnswerStream(hub, sample, _told(request, hub, sample, prompted, form, answers, first, events))
+    return AnswerStream(sample, _told(request, prompted, form, answers, first, events))
 
 
 # ---- waiting for a sample, or following it
 
 
-async def _end_of(hub: Hub, sample: PendingSample) -> SampleDone:
-    """The end of a sample. Raises its error, or EngineUnavailableError if it is lost."""
+@dataclass(frozen=True)
+class StartedSample:
+    """A sample whose client waits."""
 
-    async def look() -> SampleDone | SampleFailed | None:
-        if hub.samples.find(sample.request_id) is not sample:
-            raise EngineUnavailableError("the sample was lost with its engine; send the request again")
-        return sample.outcome
+    front: Front
+    request_id: str
+    run: int
 
-    while True:
-        ended = await hub.waiters.wait_for(sample.request_id, look, _LOOK_S)
-        if isinstance(ended, SampleDone):
-            return ended
-        if isinstance(ended, SampleFailed):
-            raise error_of(ended)
-        if hub.waiters.is_closed:
-            raise EngineUnavailableError("the server stops; send the request again when it is back")
+    async def end(self) -> SampleDone:
+        """Its end. Raises as `answer_end`."""
+        return await self.front.ask(calls.answer_end, self.request_id, self.run)
+
+    async def tokens(self) -> AsyncIterator[StreamedTokens | SampleDone]:
+        """Its tokens as they come, and then its end. Raises as `answer_tokens`."""
+        seen, done = 0, None
+        while done is None:
+            events, done = await self.front.ask(calls.answer_tokens, self.request_id, self.run, seen)
+            seen += len(events)
+            for each in events:
+                yield each
+        yield done
+
+    def give_up(self) -> None:
+        """Let it be forgotten, and cancelled if it runs; does not wait, as its request may be cancelled itself."""
+        task = asyncio.ensure_future(self.front.ask(calls.give_up_answer, self.request_id, self.run))
+        _giving_up.add(task)
+        task.add_done_callback(_giving_up.discard)
 
 
-async def _next(events: AsyncIterator[StreamedTokens]) -> StreamedTokens | None:
-    with translated(GoneError, EngineUnavailableError, str):
-        return await anext(events, None)
+_giving_up: set[asyncio.Future[None]] = set()
+"""Kept until they are done: the event loop itself does not keep them."""
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
@@ -269,74 +274,48 @@ async def _gone(request: Request) -> None:
         pass
 
 
-_cancelling: set[asyncio.Task[None]] = set()
-"""Kept until they are done: the event loop itself does not keep them."""
-
-
-def _give_up(hub: Hub, sample: PendingSample) -> None:
-    """Forget a sample; cancel it if it runs."""
-    if hub.samples.find(sample.request_id) is not sample:
-        return
-    if sample.outcome is None:
-        hub.take(SampleFailed(sample.request_id, sample.run, "its client went away", "user", gone=False))
-        task = asyncio.ensure_future(hub.engine.notify(CancelSample(sample.request_id, sample.run)))
-        _cancelling.add(task)
-        task.add_done_callback(_cancelling.discard)
-    hub.samples.remove(sample.request_id)
-
-
 class AnswerStream(StreamingResponse):
     """Server-sent events of a sample, which ends with them."""
 
-    def __init__(self, hub: Hub, sample: PendingSample, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, sample: StartedSample, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self._hub, self._sample = hub, sample
+        self._sample = sample
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            _give_up(self._hub, self._sample)
+            self._sample.give_up()
 
 
 async def _told(
     request: Request,
-    hub: Hub,
-    sample: PendingSample,
     prompted: Prompted,
     form: Form,
     answers: Sequence[GrowingAnswer],
-    first: StreamedTokens | None,
-    events: AsyncIterator[StreamedTokens],
+    first: StreamedTokens | SampleDone,
+    events: AsyncIterator[StreamedTokens | SampleDone],
 ) -> AsyncIterator[bytes]:
     """The events of a stream."""
     begun: set[int] = set()
+    each = first
     try:
-        async for each in _behind(first, events):
+        while isinstance(each, StreamedTokens):
             answer = answers[each.index]
             piece = answer.add(each.tokens, each.logprobs)
             if not form.is_silent(piece):
                 yield event(form.part(each.index, answer, piece, first=each.index not in begun))
                 begun.add(each.index)
+            each = await anext(events)
     except TinsmithError as error:
         yield event(openai_error(request, error))
         return
-    done = sample.outcome
-    if not isinstance(done, SampleDone):
-        return
-    ended = SampledAnswers.read(done.payload, done.used)
+    ended = SampledAnswers.read(each.payload, each.used)
     for index, (answer, reason) in enumerate(zip(answers, ended.reasons, strict=True)):
         yield event(form.part(index, answer, answer.end(), reason, first=index not in begun))
     if prompted.asked.wants_usage:
         yield event(form.usage(ended))
     yield event(b"[DONE]")
-
-
-async def _behind(first: StreamedTokens | None, events: AsyncIterator[StreamedTokens]) -> AsyncIterator[StreamedTokens]:
-    if first is not None:
-        yield first
-    async for each in events:
-        yield each
 
 
 # The same routes below each prefix

@@ -3,8 +3,9 @@
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import UserError
+from tinsmith.server import calls
 from tinsmith.server.access import caller_of, read_json, read_parsed, require, require_base
-from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.front import Front, front_of
 from tinsmith.server.replies import future_reply, json_reply
 from tinsmith.server.sample_checks import receive_sample
 from tinsmith.server.sample_start import SampledWeights, checked_base, require_sampler, start_sample
@@ -19,33 +20,33 @@ router = APIRouter()
 @router.post("/create_sampling_session")
 async def create_sampling_session(request: Request) -> Response:
     """A new sampling session of a base model or a checkpoint. A repeat gets the same."""
-    hub = hub_of(request)
+    front = front_of(request)
     asked = await read_json(request, CreateSamplingSessionRequest)
-    require_sampler(hub)
-    await hub.require_open_session(asked.session_id)
+    require_sampler(front)
+    await front.require_open_session(asked.session_id)
     session = SamplingSession(
         sampling_session_id=ids.sampling_session_id(asked.session_id, asked.sampling_session_seq_id),
         session_id=asked.session_id,
         base_model=(await checked_base(request, asked.base_model, asked.model_path))[0],
         model_path=asked.model_path,
     )
-    if not await hub.store.write(Store.create_sampling_session, session):
-        await _check_repeat(hub, session)
+    if not await front.store.write(Store.create_sampling_session, session):
+        await _check_repeat(front, session)
     return json_reply({"type": "create_sampling_session", "sampling_session_id": session.sampling_session_id})
 
 
 @router.post("/join_sampling_session")
 async def join_sampling_session(request: Request) -> Response:
     """A number for one more client of a sampling session; ids of its samples count from it."""
-    hub = hub_of(request)
+    front = front_of(request)
     asked = await read_json(request, JoinSamplingSessionRequest)
-    await hub.sampling_sessions.find(asked.sampling_session_id)
-    client = await hub.store.write(Store.join_sampling_session, asked.sampling_session_id)
+    await front.ask(calls.sampling_session, asked.sampling_session_id)
+    client = await front.store.write(Store.join_sampling_session, asked.sampling_session_id)
     return json_reply({"type": "join_sampling_session", "client_counter": client})
 
 
-async def _check_repeat(hub: Hub, session: SamplingSession) -> None:
-    first = await hub.store.read(Store.sampling_session, session.sampling_session_id)
+async def _check_repeat(front: Front, session: SamplingSession) -> None:
+    first = await front.store.read(Store.sampling_session, session.sampling_session_id)
     if first is None or (first.base_model, first.weights_id) != (session.base_model, session.weights_id):
         raise UserError(
             f"sampling session {session.sampling_session_id} exists already for other weights; "
@@ -56,7 +57,7 @@ async def _check_repeat(hub: Hub, session: SamplingSession) -> None:
 @router.get("/samplers/{sampling_session_id}")
 async def get_sampler(request: Request, sampling_session_id: str) -> Response:
     """The weights that a sampling session samples from."""
-    session = await hub_of(request).sampling_sessions.find(sampling_session_id)
+    session = await front_of(request).ask(calls.sampling_session, sampling_session_id)
     path = {} if session.model_path is None else {"model_path": session.model_path}
     return json_reply({"sampler_id": sampling_session_id, "base_model": session.base_model, **path})
 
@@ -67,27 +68,22 @@ async def asample(request: Request) -> Response:
 
     A repeat with the same key gets the same answer and starts nothing; another sample of that key is refused.
     """
-    hub = hub_of(request)
-    require_sampler(hub)
-    limits = hub.config.requests
+    front = front_of(request)
+    require_sampler(front)
+    limits = front.config.requests
     max_bytes = limits.max_sample_mib * 2**20
     received = await read_parsed(
-        request, max_bytes, "max_sample_mib", "application/json", receive_sample, limits, hub.config.images
+        request, max_bytes, "max_sample_mib", "application/json", receive_sample, limits, front.config.images
     )
     asked = received.request
     await require(request, "sampling session", asked.sampling_session_id)
     request_id = ids.request_id(asked.sampling_session_id, asked.seq_id)
-    hub.lifetimes.saw(request_id)
-    session = await hub.sampling_sessions.find(asked.sampling_session_id)
+    session = await front.ask(calls.sampling_session, asked.sampling_session_id)
     if session.model_path is not None and caller_of(request).sees is not None:
         # Another tenant may have withdrawn it, or saved something else under its name
         await require(request, "readable checkpoint", session.model_path)
-    sample = hub.samples.find(request_id)
-    if sample is None:
-        facts = hub.base_models.find(session.base_model)
-        require_base(request, facts.name)
-        sample = await start_sample(request, request_id, SampledWeights(facts, session.weights_id), received)
-    else:
-        sample.check_repeat(received.digest)
-    await hub.sample_reports.settle()
-    return future_reply(request_id, sample_sequence_ids=sample.sequence_ids)
+    facts = front.base_models.find(session.base_model)
+    require_base(request, facts.name)
+    await start_sample(request, request_id, SampledWeights(facts, session.weights_id), received)
+    sequences = [ids.sequence_id(request_id, index) for index in range(asked.num_samples)]
+    return future_reply(request_id, sample_sequence_ids=sequences)
