@@ -5,7 +5,7 @@ them runs; each poll is answered 408 after half a minute, and sent again. A proc
 however late the answers are, for half a minute. Then 16 connections submit forward_backwards of 8 tokens, one behind
 the other, to a second model of that kind for 10 s. Tiny model; server, engine, worker and clients share two cores.
 
-Run it with: taskset -c 0,1 python -m benchmarks.waiting
+Run it with: taskset -c 0,1 python -m benchmarks.waiting [--http-servers 2]
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import statistics
+import sys
 import time
 from multiprocessing.synchronize import Event
 
@@ -120,7 +121,7 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with (
-        tinsmith_server("--held-operation-s", "3600") as url,
+        tinsmith_server("--held-operation-s", "3600", *sys.argv[1:]) as url,
         httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": API_KEY}, timeout=60) as http,
     ):
         waited, alone, other = (RawModel(http, BASE_MODEL).model_id for _ in range(3))

@@ -1176,7 +1176,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a client of a proxy is here if it says so",
-        "tinsmith/server/hub.py",
+        "tinsmith/server/front.py",
         "if client is None or server is None or any(name in request.headers for name in _OF_PROXIES):",
         "if client is None or server is None:",
         ("tests/server/test_metrics.py",),
@@ -1187,6 +1187,27 @@ MUTATIONS = (
         "                self._record(result, started)\n",
         "                self._record(result, started)\n                self._count(started.message, result, 0)\n",
         ("tests/worker/test_samples.py",),
+    ),
+    Mutation(
+        "an error of the hub is lost on its way to an HTTP server",
+        "tinsmith/server/calling.py",
+        "waiting.set_exception(error)",
+        "waiting.set_result(None)",
+        ("tests/server/test_calling.py",),
+    ),
+    Mutation(
+        "the beginning of a call goes with the end of the one before",
+        "tinsmith/server/calling.py",
+        "del arrived[:begin]",
+        "arrived.clear()",
+        ("tests/server/test_calling.py",),
+    ),
+    Mutation(
+        "an HTTP server outlives its hub and keeps the port",
+        "tinsmith/server/http_process.py",
+        "(ask.lost.wait(), follow_base_models(), show_life())",
+        "(follow_base_models(), show_life())",
+        ("tests/acceptance/test_http_servers.py::test_http_servers_outlive_the_engine_and_end_with_the_server",),
     ),
     Mutation(
         "metrics are told to other machines",

@@ -108,6 +108,10 @@ class Server:
         with self.client() as client:
             return self._wait_for(status)
 
+    def wait_for_metric(self, line: str) -> None:
+        """Wait until its metrics have this line."""
+        self._wait_for(lambda: line in httpx.get(f"{self.url}/metrics", timeout=START_S).text.splitlines() or None)
+
     @property
     def pid(self) -> int:
         """The server's own process."""
@@ -130,13 +134,19 @@ class Server:
                 found[psutil.Process(pid).name()] = pid
         return [found[name] for name in sorted(found, key=lambda name: (len(name), name)) if name.startswith("worker")]
 
+    def http_pids(self, count: int) -> list[int]:
+        """The processes that answer HTTP, once there are `count`, where they are not the server's own."""
+        return self._children_of(self.pid, "tinsmith.server.http_process", count)
+
     def child_of(self, pid: int, module: str) -> int:
         """The process that runs this module, once it has been started."""
+        return self._children_of(pid, module, 1)[0]
 
-        def look() -> int | None:
+    def _children_of(self, pid: int, module: str, count: int) -> list[int]:
+        def look() -> list[int] | None:
             with suppress(psutil.Error):  # one has ended meanwhile
                 found = [child for child in psutil.Process(pid).children() if module in child.cmdline()]
-                return process_behind(found[0].pid) if found else None
+                return [process_behind(each.pid) for each in found] if len(found) >= count else None
             return None
 
         return self._wait_for(look)

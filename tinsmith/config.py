@@ -35,6 +35,14 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Network address to listen on; 0.0.0.0 listens on all")
     port: int = setting(8000, "TCP port to listen on; 0 chooses a free port, which is printed", low=0, high=65535)
+    http_servers: int = setting(
+        1,
+        "Processes that answer HTTP at this address, for more requests than one core can take; with 1 the server "
+        "answers itself",
+        "processes",
+        1,
+        64,
+    )
     allowed_hosts: list[str] = setting(
         [],
         "Name of this server beside its addresses, localhost and this machine's name; repeat for several. "
@@ -130,7 +138,9 @@ class ServerConfig:
         "seconds",
         2,
     )
-    engine_hung_s: float = setting(120.0, "Restart the engine after this long without a heartbeat", "seconds", 2)
+    engine_hung_s: float = setting(
+        120.0, "Restart the engine, or one of several HTTP servers, after this long without a heartbeat", "seconds", 2
+    )
     stand_by: bool = setting(
         True,
         "Let a process with libraries imported stand by for each worker, so that the next is ready sooner when one "

@@ -19,9 +19,10 @@ from tests.preloaded import REAL_PYTHON
 from tinsmith.config import Config, ServerConfig
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.serving import Done
+from tinsmith.server.app import create_app
 from tinsmith.server.engine_process import EngineProcess
+from tinsmith.server.front import Front, front_beside
 from tinsmith.server.hub import Hub
-from tinsmith.server.main import create_app
 from tinsmith.store.records import Checkpoint, Command, Outcome
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import parse_path
@@ -57,6 +58,7 @@ class Served:
     """One application, the store below it, and a client of it."""
 
     hub: Hub
+    front: Front
     store: Store
     client: httpx.AsyncClient
 
@@ -207,10 +209,11 @@ async def served(
     hub = Hub(config, store, data_dir)
     if facts is not None:
         hub.base_models.replace([facts.to_dict()])
-    transport = httpx.ASGITransport(create_app(hub))
+    front = front_beside(hub, data_dir)
+    transport = httpx.ASGITransport(create_app(front))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        yield Served(hub, store, client)
-    hub.bodies.parser.close()
+        yield Served(hub, front, store, client)
+    front.bodies.parser.close()
     hub.store.close()
     store.close()
 

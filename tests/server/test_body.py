@@ -25,7 +25,7 @@ from tinker.types.sample_request import SampleRequest
 from tests.server.serving import PROTOBUF, ZSTD, Served, forward_backward_body, parsers, refused
 from tinsmith.errors import UserError
 from tinsmith.server import routes
-from tinsmith.server.main import create_app, http_config
+from tinsmith.server.app import create_app, http_config
 from tinsmith.store.store import Store
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.wire.json_body import StrictModel, TolerantModel
@@ -84,13 +84,13 @@ async def test_what_is_small_once_decompressed_does_not_wait_for_what_is_large(s
 async def test_a_large_body_waits_in_the_queue_of_its_session(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the SDK writes it, plain and compressed. Ids that nobody was given have one queue together, of each client."""
     queues = list[tuple[str, str]]()
-    run = server.hub.bodies.parser.run
+    run = server.front.bodies.parser.run
 
     async def noted(*args: Any, client: str, session: str) -> Any:
         queues.append((client, session))
         return await run(*args, client=client, session=session)
 
-    monkeypatch.setattr(server.hub.bodies.parser, "run", noted)
+    monkeypatch.setattr(server.front.bodies.parser, "run", noted)
     session_id = await server.new_session()
     model_id = await server.new_model(session_id)
     sample = SampleRequest(
@@ -124,8 +124,8 @@ async def test_clients_behind_a_proxy_on_this_machine_are_told_apart(
         clients.append(client)
         raise UserError(session)
 
-    monkeypatch.setattr(server.hub.bodies.parser, "run", noted)
-    uvicorn = http_config(create_app(server.hub), server.hub.config.server)
+    monkeypatch.setattr(server.front.bodies.parser, "run", noted)
+    uvicorn = http_config(create_app(server.front), server.hub.config.server)
     uvicorn.load()
     server.client._transport = httpx.ASGITransport(uvicorn.loaded_app, client=(connects_from, 1))
     headers = JSON | {"X-Forwarded-For": "127.0.0.1, 198.51.100.1, 203.0.113.7"}

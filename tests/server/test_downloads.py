@@ -71,7 +71,7 @@ async def test_an_address_is_good_for_its_file_and_its_time_only(tmp_path: Path)
             (url.replace("/a/", "/other/"), "is not valid"),
             (url.replace("adapter_config.json", "..%2F..%2Ftinsmith.db"), "is not valid"),
             (
-                changed(url, expires=str(past), signature=server.hub.signer.sign(past, place, "adapter_config.json")),
+                changed(url, expires=str(past), signature=server.front.signer.sign(past, place, "adapter_config.json")),
                 "has expired",
             ),
         ):

@@ -18,9 +18,10 @@ from tests.server.serving import served
 from tinsmith.config import ServerConfig
 from tinsmith.errors import ConfigError
 from tinsmith.server import body
+from tinsmith.server.app import create_app, http_config
 from tinsmith.server.body import LargeBodies
 from tinsmith.server.http_protocol import BoundedHttp
-from tinsmith.server.main import create_app, http_config, require_usable_tls
+from tinsmith.server.main import require_usable_tls
 
 JSON = {"Content-Type": "application/json"}
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -34,10 +35,10 @@ async def listening(
 ) -> AsyncIterator[tuple[int, Callable[[], Awaitable[Streams]]]]:
     """A server without an engine on a socket: its port, and how to connect to it."""
     async with served(directory, connection_idle_s=idle_s) as server:
-        http = uvicorn.Server(http_config(create_app(server.hub), server.hub.config.server))
+        http = uvicorn.Server(http_config(create_app(server.front), server.hub.config.server))
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        await server.hub.tenants.caller({})  # bodies are read once the keys are
+        await server.front.tenants.caller({})  # bodies are read once the keys are
         serving = asyncio.create_task(http.serve([listener]))
         yield port, lambda: asyncio.open_connection("127.0.0.1", port)
         http.should_exit = True
@@ -226,7 +227,7 @@ async def test_headers_and_bodies_below_the_limits_are_read_as_they_come(tmp_pat
 async def test_only_a_trusted_proxy_says_how_its_clients_reach_the_server(tmp_path: Path) -> None:
     async with served(tmp_path, trusted_proxies=["10.0.0.0/24"]) as server:
         server.save("tinker://m/external_weights/a")
-        http = http_config(create_app(server.hub), server.hub.config.server)
+        http = http_config(create_app(server.front), server.hub.config.server)
         http.load()
         found = {}
         for address in ("127.0.0.1", "10.0.0.9", "10.0.1.9"):

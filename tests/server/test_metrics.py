@@ -13,7 +13,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.observing.metrics import Number
 from tinsmith.protocol.serving import Status
 from tinsmith.server.activity import Activity
-from tinsmith.server.main import create_app, http_config, run_server
+from tinsmith.server.app import create_app, http_config
+from tinsmith.server.main import run_server
 from tinsmith.server.routes.metrics import metrics_app
 
 TOKENS = "tinsmith_sampled_tokens_total"
@@ -36,11 +37,11 @@ def told(text: bytes) -> dict[str, float]:
 
 
 async def test_metrics_are_for_programs_on_this_machine_only(server: Served) -> None:
-    elsewhere = httpx.ASGITransport(create_app(server.hub), client=("203.0.113.7", 4000))
+    elsewhere = httpx.ASGITransport(create_app(server.front), client=("203.0.113.7", 4000))
     async with httpx.AsyncClient(transport=elsewhere, base_url="http://localhost") as client:
         assert "--metrics-address gives it an address" in refused(await client.get("/metrics"), 404)
     assert (await server.client.get("/metrics")).status_code == 200
-    own = httpx.ASGITransport(metrics_app(server.hub), client=("203.0.113.7", 4000))
+    own = httpx.ASGITransport(metrics_app(server.front), client=("203.0.113.7", 4000))
     async with httpx.AsyncClient(transport=own, base_url="http://localhost") as client:
         assert "tinsmith_engine_ready 0.0" in (await client.get("/metrics")).text
         assert (await client.get("/api/v1/status")).status_code == 404
@@ -50,7 +51,7 @@ async def test_metrics_are_for_programs_on_this_machine_only(server: Served) -> 
 async def test_clients_of_a_proxy_cannot_say_that_they_are_here(tmp_path: Path, header: str) -> None:
     """The client is in the network of the trusted proxies too, as 10.0.0.5."""
     async with served(tmp_path, trusted_proxies=["10.0.0.0/24"]) as server:
-        http = http_config(create_app(server.hub), server.hub.config.server)
+        http = http_config(create_app(server.front), server.hub.config.server)
         http.load()
         for proxy in ("10.0.0.9", "127.0.0.1"):
             behind = httpx.ASGITransport(http.loaded_app, client=(proxy, 4000))

@@ -25,7 +25,7 @@ from tests.databases import run_sql
 from tests.server.serving import PROTOBUF, Served, forward_backward_body, refused, served
 from tinsmith.server import tenants
 from tinsmith.server.access import PREFIX
-from tinsmith.server.main import create_app
+from tinsmith.server.app import create_app
 from tinsmith.store import schema
 from tinsmith.store.keys import add_key, list_keys, revoke_key, rotate_key
 from tinsmith.store.records import ApiKey, Role
@@ -50,9 +50,9 @@ def key(name: str, tenant: str = "", role: Role = "member", **limits: Any) -> Ap
 @asynccontextmanager
 async def speaking(server: Served, text: str) -> AsyncIterator[Served]:
     """The server for a client with this key."""
-    transport = httpx.ASGITransport(create_app(server.hub))
+    transport = httpx.ASGITransport(create_app(server.front))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"X-API-Key": text}) as own:
-        yield Served(server.hub, server.store, own)
+        yield Served(server.hub, server.front, server.store, own)
 
 
 async def belongings(server: Served) -> dict[str, str]:
@@ -170,7 +170,7 @@ async def test_a_foreign_id_is_answered_as_one_that_does_not_exist_by_every_rout
         foreign, own, never = await belongings(bob), await belongings(alice), absent()
         all_requests = [
             (method, path, body)
-            for method, route in dict.fromkeys(routes_of(create_app(server.hub)))
+            for method, route in dict.fromkeys(routes_of(create_app(server.front)))
             for path, body in requests_to(method, route)
         ]
         assert len({path for _, path, _ in all_requests}) > 50
@@ -210,7 +210,7 @@ async def test_a_key_that_only_reads_changes_nothing(server: Served, tmp_path: P
     async with speaking(server, add_key(server.store, key("bob"))) as bob, speaking(server, text) as eve:
         own = await belongings(bob)
         before, refusals = rows(tmp_path), 0
-        for method, route in routes_of(create_app(server.hub)):
+        for method, route in routes_of(create_app(server.front)):
             for path, body in requests_to(method, route):
                 refusals += (await send(eve, method, path, body, own)).status_code == 403
         assert rows(tmp_path) == before

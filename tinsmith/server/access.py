@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator
 from fastapi import Request
 from pydantic import BaseModel
 
-from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError
+from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.server.body import Result, read_body
-from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.front import Front, front_of
 from tinsmith.server.replies import ForbiddenError, GoneError
 from tinsmith.server.tenants import Caller
 from tinsmith.store import ids
 from tinsmith.store.keys import retention_of
 from tinsmith.store.store import Store
-from tinsmith.store.usage import living_bytes
 from tinsmith.wire.json_body import ModelT, Named, Names, parse_json
 from tinsmith.wire.paths import parse_path
 
@@ -54,7 +53,7 @@ async def admit(request: Request) -> None:
     path = request.scope["route"].path.removeprefix(PREFIX)
     if path in OPEN:
         return
-    request.state.caller = caller = await hub_of(request).tenants.caller(request.headers)
+    request.state.caller = caller = await front_of(request).tenants.caller(request.headers)
     if caller.role == "read-only" and request.method != "GET" and path not in _LOOKS:
         raise ForbiddenError(
             f"{request.method} {request.url.path} needs a key of a member, and this one is read-only; "
@@ -86,7 +85,7 @@ def caller_of(request: Request) -> Caller:
 
 async def admit_still(request: Request) -> None:
     """Raise UnauthorizedError if the key has ended since `admit`: a slow body takes hours, and a poll half a minute."""
-    await hub_of(request).tenants.caller(request.headers)
+    await front_of(request).tenants.caller(request.headers)
 
 
 async def read_json(request: Request, model_cls: type[ModelT]) -> ModelT:
@@ -98,7 +97,7 @@ async def read_json(request: Request, model_cls: type[ModelT]) -> ModelT:
 
 async def operation_body(request: Request) -> bytes:
     """A JSON body up to `max_json_kib`, to be parsed and given to `owned`. Raises as `read_body` and `admit_still`."""
-    body = await read_body(request, hub_of(request).config.requests.max_json_kib * 1024, "max_json_kib")
+    body = await read_body(request, front_of(request).config.requests.max_json_kib * 1024, "max_json_kib")
     await admit_still(request)
     return body
 
@@ -107,7 +106,7 @@ async def read_parsed(
     request: Request, max_bytes: int, setting: str | None, media_type: str, parse: Callable[..., Result], *args: object
 ) -> Result:
     """A large body as `LargeBodies.read_parsed` gives it. Raises as that and `admit_still`."""
-    parsed = await hub_of(request).bodies.read_parsed(request, max_bytes, setting, media_type, parse, *args)
+    parsed = await front_of(request).bodies.read_parsed(request, max_bytes, setting, media_type, parse, *args)
     await admit_still(request)
     return parsed
 
@@ -135,21 +134,9 @@ def require_base(request: Request, name: str) -> None:
         raise ForbiddenError(f"key {key.name!r} allows the base models {', '.join(key.models)}, and not {name!r}")
 
 
-async def require_storage(request: Request) -> None:
-    """Raise BackpressureError if the caller's key allows no more checkpoints."""
-    key = caller_of(request).key
-    if key is not None and key.storage_bytes is not None:
-        stored = await hub_of(request).store.read(living_bytes, key.tenant)
-        if stored >= key.storage_bytes:
-            raise BackpressureError(
-                f"tenant {key.tenant!r} stores {stored:,} bytes of checkpoints, and key {key.name!r} allows "
-                f"{key.storage_bytes:,}; delete some, or let them expire, and save again"
-            )
-
-
 async def allowed_ttl(request: Request, ttl_s: float | None) -> float | None:
     """The seconds that a checkpoint lives, as `Retention.ttl_s`. Raises UserError."""
-    allowed = await hub_of(request).store.read(retention_of, caller_of(request).tenant)
+    allowed = await front_of(request).store.read(retention_of, caller_of(request).tenant)
     return allowed.ttl_s(ttl_s)
 
 
@@ -158,26 +145,26 @@ async def require(request: Request, named: Named, found: str) -> None:
 
     Raises UserError for a path that is malformed.
     """
-    hub, caller = hub_of(request), caller_of(request)
-    if not await _is_theirs(hub, caller, named, found):
+    front, caller = front_of(request), caller_of(request)
+    if not await _is_theirs(front, caller, named, found):
         raise _ABSENT[named](found)
 
 
-async def _is_theirs(hub: Hub, caller: Caller, named: Named, found: str) -> bool:
+async def _is_theirs(front: Front, caller: Caller, named: Named, found: str) -> bool:
     if named == "request":
         key = ids.parse_request_id(found)
-        return await hub.tenants.owns(caller, found if key is None else key[0])
+        return await front.tenants.owns(caller, found if key is None else key[0])
     if named not in ("checkpoint", "readable checkpoint"):
-        return await hub.tenants.owns(caller, found)
-    if await hub.tenants.owns(caller, parse_path(found).model_id):
+        return await front.tenants.owns(caller, found)
+    if await front.tenants.owns(caller, parse_path(found).model_id):
         return True
     return named == "readable checkpoint" and (
-        await hub.store.read(Store.is_public, found) or await _is_shared(hub, caller, found)
+        await front.store.read(Store.is_public, found) or await _is_shared(front, caller, found)
     )
 
 
-async def _is_shared(hub: Hub, caller: Caller, path: str) -> bool:
+async def _is_shared(front: Front, caller: Caller, path: str) -> bool:
     """Whether another server has written this checkpoint for the caller, or for all."""
-    shared = hub.shared
-    row = None if shared is None else await hub.store.read(lambda _: shared.find(path))
+    shared = front.shared
+    row = None if shared is None else await front.store.read(lambda _: shared.find(path))
     return row is not None and (row.public or caller.sees in (None, row.tenant))

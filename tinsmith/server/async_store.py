@@ -4,9 +4,9 @@ So do polls that look for outcomes: threads that read for each would keep the ev
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from tinsmith.errors import StoreUnavailableError, reported
 from tinsmith.store.records import NewCommand, Outcome
@@ -16,6 +16,22 @@ _READ_THREADS = 4
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
+
+
+class Stored(Protocol):
+    """Awaitable access to a Store, which may be written in another process than it is read."""
+
+    def read(
+        self, method: Callable[Concatenate[Store, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> Coroutine[Any, Any, Result]:
+        """Read; raises as the method."""
+        ...
+
+    def write(
+        self, method: Callable[Concatenate[Store, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> Coroutine[Any, Any, Result]:
+        """Write; raises as the method."""
+        ...
 
 
 class AsyncStore:

@@ -1,18 +1,11 @@
-"""State that the routes share."""
+"""State that all requests share. It lives in one process, however many answer HTTP (`front.py`)."""
 
 import asyncio
 import uuid
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from cachetools import LRUCache
-from fastapi import Request
 
 from tinsmith.config import Config
-from tinsmith.errors import EngineUnavailableError, NotFoundError, UserError
 from tinsmith.observing.spans import SPANS
-from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.own_directory import boot_name
 from tinsmith.protocol.serving import (
@@ -29,99 +22,26 @@ from tinsmith.protocol.serving import (
 )
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
-from tinsmith.server.body import LargeBodies
+from tinsmith.server.base_models import BaseModels, Wording
 from tinsmith.server.budgets import Budgets
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.queued_operations import QueuedOperations
-from tinsmith.server.replies import private_places, without_paths
 from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook, SamplingSessions
-from tinsmith.server.signatures import UrlSigner
-from tinsmith.server.tenants import Tenants
 from tinsmith.server.trace import Exporter, Trace
 from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles, delete_copies_left
 from tinsmith.store.lease import take_lease
-from tinsmith.store.records import Checkpoint, Model, Outcome, Session, Used
-from tinsmith.store.shared import SharedCheckpoints
+from tinsmith.store.records import Outcome, Used
 from tinsmith.store.store import Store
-
-# The base models that the engine serves, as its Ready message described them.
-
-
-class BaseModels:
-    """Base models by name. They stay known while the engine is restarted: the next one serves the same."""
-
-    def __init__(self) -> None:
-        self._by_name: dict[str, ModelFacts] = {}
-
-    def replace(self, models: list[dict[str, Any]]) -> None:
-        self._by_name = {facts.name: facts for facts in (ModelFacts(**model) for model in models)}
-
-    def all(self) -> list[ModelFacts]:
-        """All, in the order of the configuration. Raises EngineUnavailableError before an engine was ready."""
-        if not self._by_name:
-            raise EngineUnavailableError("the engine is still loading its models; send the request again")
-        return list(self._by_name.values())
-
-    @property
-    def names(self) -> list[str]:
-        """Their names; of none before an engine was ready."""
-        return list(self._by_name)
-
-    @property
-    def longest(self) -> int | None:
-        """The longest context window; None before an engine was ready."""
-        return max((facts.max_context for facts in self._by_name.values()), default=None)
-
-    def find(self, name: str, from_here: bool = False) -> ModelFacts:
-        """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError as `all`.
-
-        A client on this machine (`from_here`) that gives a model's directory is told its name.
-        """
-        known = {facts.name: facts for facts in self.all()}
-        served = self.directories().get(name) if from_here and name not in known else None
-        if served is not None:
-            raise NotFoundError(
-                f"base_model {name!r} is a directory; give the name under which it is served: {served!r}"
-            )
-        return known[find_base(name, known)]
-
-    def directories(self) -> dict[str, str]:
-        """Names by directory, of models that lie in one."""
-        return {
-            facts.tokenizer_id: facts.name for facts in self._by_name.values() if Path(facts.tokenizer_id).is_absolute()
-        }
-
-    def name_of(self, asked: str) -> str:
-        """The configured name of the model that `asked` means; `asked` itself if it is not served."""
-        with suppress(NotFoundError):
-            return find_base(asked, self._by_name)
-        return asked
-
-
-def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
-    """Raise UserError if the checkpoint is of another architecture. The engine compares sizes when it loads."""
-    if checkpoint.architecture != facts.architecture:
-        raise UserError(
-            f"base_model {facts.name!r} is of architecture {facts.architecture}, but {checkpoint.tinker_path} was "
-            f"saved for {checkpoint.base_model!r}, of architecture {checkpoint.architecture}; "
-            "name one of the same architecture"
-        )
-
-
-# The state of a server, and how a route gets at it.
 
 
 def place_of(data_dir: Path) -> str:
     """A name for this start of the machine and this data directory, with the files that are there and not synced."""
     found = data_dir.stat()
     return f"{boot_name() or uuid.uuid4().hex}:{found.st_dev}:{found.st_ino}"
-
-
-_KNOWN_MODELS = 4096
 
 
 class Hub:
@@ -132,14 +52,13 @@ class Hub:
         self.config = config
         self.store = AsyncStore(store)
         self.base_models = BaseModels()
-        self.tenants = Tenants(self.store, lambda: self.base_models.names)
+        self.told = Wording(config, data_dir, self.base_models)
         self.budgets = Budgets(self.store)
+        self.stopping = asyncio.Event()
+        """Set when HTTP servers in other processes are to end."""
         self.creating = asyncio.Lock()
         """Held while models are counted and one is added."""
         self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
-        self.shared = None if config.training.trains else SharedCheckpoints(self.files)
-        """Checkpoints of another server; for one that only samples."""
-        self.signer = UrlSigner(data_dir)
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server)
         self.sample_reports = SampleReports(config.server.sample_result_ttl_s, SampleJournal(data_dir))
@@ -150,12 +69,9 @@ class Hub:
         self.trace = Trace()
         endpoint = config.server.otlp_endpoint
         self.exporter = Exporter(endpoint) if endpoint else None
-        self.bodies = LargeBodies(self.lifetimes.knows, config.log_format)
         self.queued = QueuedOperations(config.server)
-        self._places = private_places(config, data_dir)
         self._data_dir = data_dir
         self._place = place_of(data_dir)
-        self._known_models: LRUCache[str, str] = LRUCache(_KNOWN_MODELS)
         self._ended: dict[str, bool] = {}
         """Ended sessions that the engine does not know of, and whether it is to save their models."""
 
@@ -185,13 +101,8 @@ class Hub:
 
     def close(self) -> None:
         """End what does not end with the engine."""
-        self.bodies.parser.close()
         if self.exporter is not None:
             self.exporter.close()
-
-    def told(self, reason: str, category: str | None = None) -> str:
-        """The text of an error for clients, without the server's directories unless it is the client's own ("user")."""
-        return reason if category == "user" else without_paths(reason, self._places | self.base_models.directories())
 
     def _end_sample(self, message: SampleDone | SampleFailed) -> None:
         if not self.samples.finish(message):
@@ -249,46 +160,3 @@ class Hub:
         for session_id, save in list(self._ended.items()):
             await self.engine.notify(EndSession(session_id, save))
             self._ended.pop(session_id, None)
-
-    async def session(self, session_id: str) -> Session:
-        """The session. Raises NotFoundError."""
-        session = await self.store.read(Store.session, session_id)
-        if session is None:
-            raise NotFoundError(f"session {session_id!r} does not exist")
-        return session
-
-    async def model(self, model_id: str) -> Model:
-        """The model. Raises NotFoundError."""
-        model = await self.store.read(Store.model, model_id)
-        if model is None:
-            raise NotFoundError(f"model {model_id!r} does not exist")
-        return model
-
-    async def require_open_session(self, session_id: str) -> None:
-        """Raise as `session`, and UserError for one that is finished."""
-        if (await self.session(session_id)).finished_at is not None:
-            raise UserError(f"session {session_id} is finished; create a new one")
-
-    async def base_of(self, model_id: str) -> str:
-        """The base model of a model, as its client named it. Raises as `model`; asks the store once for each."""
-        if model_id not in self._known_models:
-            self._known_models[model_id] = (await self.model(model_id)).base_model
-        return self._known_models[model_id]
-
-
-_OF_PROXIES = ("x-forwarded-for", "x-real-ip", "forwarded", "via")
-"""Headers that proxies add."""
-
-
-def comes_from_here(request: Request) -> bool:
-    """Whether the client runs on this machine."""
-    client, server = request.client, request.scope.get("server")
-    if client is None or server is None or any(name in request.headers for name in _OF_PROXIES):
-        return False  # clients of a proxy may be anywhere, and may say that they are here
-    return client.host == server[0] or client.host.removeprefix("::ffff:") in ("127.0.0.1", "::1")
-
-
-def hub_of(request: Request) -> Hub:
-    """The hub of this request's server."""
-    hub: Hub = request.app.state.hub
-    return hub

@@ -60,10 +60,6 @@ class Lifetimes:
     def began(self, session_id: str) -> None:
         self._open.add(session_id)
 
-    def knows(self, session_id: str) -> bool:
-        """Whether there is such a session, without the database: it is met when it begins or in the first round."""
-        return session_id in self._open or session_id in self._seen
-
     async def is_open(self, session_id: str) -> bool:
         """Whether a session exists and has not ended. Looked up once: heartbeats must not wait for the database."""
         if session_id not in self._open:

@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import errno
-import gc
 import ipaddress
 import logging
-import math
 import resource
 import shlex
 import signal
@@ -17,19 +15,16 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import uvicorn
 import uvloop
-from fastapi import Depends, FastAPI, Request, Response
 
 from tinsmith.config import Config, ServerConfig
-from tinsmith.errors import ConfigError, NotFoundError, StoreUnavailableError, reported, translated
+from tinsmith.errors import ConfigError, StoreUnavailableError, reported, translated
 from tinsmith.logs import start_logging
-from tinsmith.server.access import PREFIX, admit
-from tinsmith.server.http_protocol import Origins, http_protocol
+from tinsmith.server.app import HttpServer, collect_seldom, create_app, http_config
+from tinsmith.server.front import Front, front_beside
+from tinsmith.server.http_servers import HttpServers
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
-from tinsmith.server.replies import add_error_replies
-from tinsmith.server.routes import catalog, checkpoints, downloads, futures, metrics, sampling, service, training, usage
 from tinsmith.server.routes.metrics import metrics_app
 from tinsmith.store.database import use_database
 from tinsmith.store.disk import only_user
@@ -38,45 +33,9 @@ from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
 
-# The FastAPI application: routes, error replies, and an answer for the parts of the Tinker API that are not built.
-
-
-def create_app(hub: Hub) -> FastAPI:
-    """The application that serves `hub`."""
-    app = FastAPI(title="Tinsmith", openapi_url=None)
-    app.state.hub, app.state.is_for_metrics = hub, False
-    app.add_middleware(Origins, listens_on=hub.config.server.host, allowed_hosts=hub.config.server.allowed_hosts)
-    add_error_replies(app)
-    # Routes are tried in order: those that every step and every sample takes come first.
-    for routes in (futures, training, sampling, service, catalog, checkpoints, downloads, usage):
-        app.include_router(routes.router, prefix=PREFIX, dependencies=[Depends(admit)])
-    app.include_router(metrics.router)
-    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    app.add_api_route("/{path:path}", _not_built, methods=methods, dependencies=[Depends(admit)])
-    return app
-
-
-async def _not_built(request: Request) -> Response:
-    if request.url.path.startswith(f"{PREFIX}{PREFIX}/"):
-        base_url = str(request.base_url).rstrip("/")
-        raise NotFoundError(
-            f"{request.url.path} does not exist: the client adds {PREFIX} to its base_url by itself; "
-            f"leave it off, as in base_url={base_url!r}"
-        )
-    # Not 501, which would be fitting: the SDK sends 5xx again for minutes.
-    raise NotFoundError(f"{request.method} {request.url.path} is not built in this version of Tinsmith")
-
-
-# The server around the application, from its socket to the signal that ends it.
-
 _BACKLOG = 2048
-_YOUNG_COLLECTIONS = 1000
-"""Collections of young objects for one of all, which finds nothing as a rule, and stops the event loop for a second
-while 8,192 polls wait."""
 _OPEN_FILES = 65536
 """Limit on open files to ask for: connections of three clients reach the usual 1024."""
-_HTTP_GRACE_S = 2
-"""Seconds for replies once the server stops."""
 
 
 def run_server(config: Config) -> None:
@@ -178,34 +137,6 @@ def _listening_for_metrics(address: str) -> Iterator[socket.socket | None]:
         yield listener
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process before the engine."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def http_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
-    """The uvicorn configuration for an application."""
-    return uvicorn.Config(
-        app,
-        http=http_protocol(server.max_header_kib, server.connection_idle_s),
-        ws="none",
-        # Behind a proxy on this machine clients have an address each. A process here may lie, but can keep the
-        # processors busy anyway.
-        forwarded_allow_ips=["127.0.0.1", "::1", *server.trusted_proxies],
-        ssl_certfile=server.tls_cert or None,
-        ssl_keyfile=server.tls_key or None,
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        log_level=logging.WARNING,
-        timeout_keep_alive=math.ceil(server.connection_idle_s),
-        timeout_graceful_shutdown=_HTTP_GRACE_S,
-    )
-
-
 async def _serve(
     config: Config,
     listener: socket.socket,
@@ -216,10 +147,10 @@ async def _serve(
 ) -> list[int]:
     """Serve until a signal, or until the engine is ready; returns the signals that came."""
     hub = Hub(config, store, data_dir)
-    gc.freeze()
-    gc.set_threshold(*gc.get_threshold()[:2], _YOUNG_COLLECTIONS)
-    http = _HttpServer(http_config(create_app(hub), config.server))
-    beside = _HttpServer(http_config(metrics_app(hub), config.server))
+    front = front_beside(hub, data_dir)
+    collect_seldom()
+    http = _http_of(hub, front)
+    beside = HttpServer(http_config(metrics_app(front), config.server))
     stop = asyncio.Event()
     signals: list[int] = []
 
@@ -230,7 +161,7 @@ async def _serve(
         holds = hub.engine.takes_messages
         if stop.is_set():
             log.warning("the server ends at once%s", ": the next one brings its models back" if holds else "")
-            http.force_exit = True
+            http.end(at_once=True)
             hub.engine.kill()
         elif holds:
             log.info(
@@ -247,14 +178,14 @@ async def _serve(
     if for_metrics is not None:
         log.info("metrics at %s/metrics", _url(for_metrics, config.server))
     engine_task = asyncio.create_task(hub.engine.run())
-    hub.bodies.parser.start()
     http_task = asyncio.create_task(http.serve([listener]))
     beside_task = None if for_metrics is None else asyncio.create_task(beside.serve([for_metrics]))
     stop_task = asyncio.create_task(stop.wait())
     lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
     ready_task = [asyncio.create_task(hub.engine.ready.wait())] if until_ready else []
     await asyncio.wait([engine_task, http_task, stop_task, *ready_task], return_when=asyncio.FIRST_COMPLETED)
-    http.should_exit = beside.should_exit = True
+    http.end()
+    beside.end()
     hub.waiters.close()
     await hub.engine.stop()
     await http_task
@@ -266,11 +197,20 @@ async def _serve(
     try:
         await engine_task
     finally:
+        front.bodies.parser.close()
         hub.close()
         with reported(StoreUnavailableError, partial(log.error, "what the last samples have used is not metered: %s")):
             await hub.budgets.flush()
         hub.store.close()
     return signals
+
+
+def _http_of(hub: Hub, front: Front) -> HttpServer | HttpServers:
+    """What answers HTTP: this process, with `front`, or several others."""
+    if hub.config.server.http_servers > 1:
+        return HttpServers(hub)
+    front.bodies.parser.start()
+    return HttpServer(http_config(create_app(front), hub.config.server))
 
 
 def _announce(config: Config, listener: socket.socket) -> None:

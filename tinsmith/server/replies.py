@@ -29,7 +29,6 @@ from tinsmith.errors import (
     TinsmithError,
     UserError,
 )
-from tinsmith.observing.metrics import REFUSALS
 from tinsmith.wire.compression import TooLargeError
 
 log = logging.getLogger(__name__)
@@ -134,8 +133,8 @@ async def _reply_to_known(request: Request, error: Exception) -> Response:
     if isinstance(error, BackpressureError | StoreUnavailableError):
         wait_s = error.retry_after_s if isinstance(error, BackpressureError) else RETRY_AFTER_S
         headers = {"Retry-After": str(math.ceil(wait_s))}
-    REFUSALS.labels(_reason_of(error), str(status)).inc()
-    detail = request.app.state.hub.told(str(error), "user" if isinstance(error, UserError) else "server")
+    await request.app.state.front.refused(_reason_of(error), status)
+    detail = request.app.state.front.told(str(error), "user" if isinstance(error, UserError) else "server")
     return json_reply({"detail": detail}, status, headers)
 
 
@@ -150,7 +149,7 @@ async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:
     return Response(status_code=400)
 
 
-async def _reply_to_unknown(_request: Request, error: Exception) -> Response:
-    REFUSALS.labels("internal", "500").inc()
+async def _reply_to_unknown(request: Request, error: Exception) -> Response:
+    await request.app.state.front.refused("internal", 500)
     # The traceback is in the server's log: the web framework raises the exception again after this reply.
     return json_reply({"detail": f"internal error of the server: {type(error).__name__}; see its log"}, 500)

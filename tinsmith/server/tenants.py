@@ -14,12 +14,14 @@ from functools import partial
 
 from cachetools import LRUCache
 
-from tinsmith.errors import StoreUnavailableError, reported
-from tinsmith.server.async_store import AsyncStore
+from tinsmith.errors import BackpressureError, StoreUnavailableError, reported
+from tinsmith.server.async_store import Stored
 from tinsmith.server.replies import UnauthorizedError
+from tinsmith.store import ids
 from tinsmith.store.keys import find_key, list_keys
 from tinsmith.store.records import LOCAL, ApiKey, Role
 from tinsmith.store.store import Store
+from tinsmith.store.usage import living_bytes
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ _EVERYONE = Caller(LOCAL, "admin")
 class Tenants:
     """The keys of a server, and the owners of what is in its store."""
 
-    def __init__(self, store: AsyncStore, served: Callable[[], Collection[str]]) -> None:
+    def __init__(self, store: Stored, served: Callable[[], Collection[str]]) -> None:
         """`served` returns the names of the base models that can be used; of none before they are known."""
         self._store = store
         self._served = served
@@ -65,6 +67,8 @@ class Tenants:
         self._reading: asyncio.Task[None] | None = None
         self._owned: LRUCache[tuple[str | None, str], bool] = LRUCache(_KNOWN_OWNERS)
         """What was found to be a tenant's. A foreign id is looked up each time, as one that does not exist."""
+        self._sessions: LRUCache[str, None] = LRUCache(_KNOWN_OWNERS)
+        """Sessions of these."""
 
     async def caller(self, headers: Mapping[str, str]) -> Caller:
         """The client that sent these headers. Raises UnauthorizedError without a key that is valid here."""
@@ -115,7 +119,24 @@ class Tenants:
         key = caller.sees, owned_id
         if key not in self._owned and await self._store.read(Store.owns, owned_id, caller.sees):
             self._owned[key] = True
+            self._sessions[ids.session_of(owned_id) or owned_id] = None
         return key in self._owned
+
+    def knows(self, session_id: str) -> bool:
+        """Whether there is such a session, as an earlier request has shown."""
+        return session_id in self._sessions
+
+
+async def require_storage(store: Stored, caller: Caller) -> None:
+    """Raise BackpressureError if the caller's key allows no more checkpoints."""
+    key = caller.key
+    if key is not None and key.storage_bytes is not None:
+        stored = await store.read(living_bytes, key.tenant)
+        if stored >= key.storage_bytes:
+            raise BackpressureError(
+                f"tenant {key.tenant!r} stores {stored:,} bytes of checkpoints, and key {key.name!r} allows "
+                f"{key.storage_bytes:,}; delete some, or let them expire, and save again"
+            )
 
 
 def _sent_key(headers: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from tinsmith.server.descriptions import (
     describe_session,
     timestamp,
 )
-from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.front import Front, front_of
 from tinsmith.server.replies import json_reply
 from tinsmith.server.tenants import Caller
 from tinsmith.store import catalog
@@ -37,27 +37,27 @@ router = APIRouter()
 @router.get("/training_runs")
 async def list_runs(request: Request) -> Response:
     """A page of the runs, newest first."""
-    hub = hub_of(request)
+    front = front_of(request)
     asked = parse_query(RunsQuery, request.query_params)
     page = catalog.Page(asked.limit, asked.offset)
     tenant = _tenant(request, asked)
-    runs, total = await hub.store.read(catalog.list_runs, page, asked.project_id, tenant)
-    return json_reply({"training_runs": [_describe(hub, run) for run in runs], "cursor": _cursor(page, total)})
+    runs, total = await front.store.read(catalog.list_runs, page, asked.project_id, tenant)
+    return json_reply({"training_runs": [_describe(front, run) for run in runs], "cursor": _cursor(page, total)})
 
 
 @router.get("/training_runs/{run_id}")
 async def get_run(request: Request, run_id: str) -> Response:
     """One run."""
-    hub = hub_of(request)
+    front = front_of(request)
     parse_query(ScopeQuery, request.query_params)
-    return json_reply(_describe(hub, await hub.store.read(catalog.find_run, run_id)))
+    return json_reply(_describe(front, await front.store.read(catalog.find_run, run_id)))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 async def list_run_checkpoints(request: Request, run_id: str) -> Response:
     """All checkpoints of one run, newest first."""
     parse_query(Query, request.query_params)
-    found = await hub_of(request).store.read(catalog.list_run_checkpoints, run_id)
+    found = await front_of(request).store.read(catalog.list_run_checkpoints, run_id)
     return json_reply({"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found]})
 
 
@@ -66,14 +66,14 @@ async def list_checkpoints(request: Request) -> Response:
     """A page of the checkpoints of all own runs, newest first."""
     asked = parse_query(CheckpointsQuery, request.query_params)
     page = catalog.Page(asked.limit, asked.offset)
-    found, total = await hub_of(request).store.read(catalog.list_checkpoints, page, caller_of(request).tenant)
+    found, total = await front_of(request).store.read(catalog.list_checkpoints, page, caller_of(request).tenant)
     return json_reply(
         {"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found], "cursor": _cursor(page, total)}
     )
 
 
-def _describe(hub: Hub, run: TrainingRun) -> dict[str, Any]:
-    return describe_run(run, hub.base_models.name_of(run.model.base_model))
+def _describe(front: Front, run: TrainingRun) -> dict[str, Any]:
+    return describe_run(run, front.base_models.name_of(run.model.base_model))
 
 
 def _cursor(page: catalog.Page, total: int) -> dict[str, int]:
@@ -85,7 +85,7 @@ async def list_sessions(request: Request) -> Response:
     """A page of session ids, newest first."""
     asked = parse_query(SessionsQuery, request.query_params)
     page = catalog.Page(asked.limit, asked.offset)
-    found = await hub_of(request).store.read(catalog.list_sessions, page, _tenant(request, asked))
+    found = await front_of(request).store.read(catalog.list_sessions, page, _tenant(request, asked))
     return json_reply({"sessions": found})
 
 
@@ -99,7 +99,7 @@ def _tenant(request: Request, asked: ScopeQuery) -> str | None:
 async def get_session(request: Request, session_id: str) -> Response:
     """The models and sampling sessions of a session."""
     parse_query(ScopeQuery, request.query_params)
-    found = await hub_of(request).store.read(catalog.describe_session, session_id)
+    found = await front_of(request).store.read(catalog.describe_session, session_id)
     return json_reply(
         {
             "training_run_ids": found.model_ids,
@@ -114,7 +114,7 @@ async def get_session(request: Request, session_id: str) -> Response:
 async def assign_project(request: Request, session_id: str) -> Response:
     """Put a session into a project, which is only a name."""
     asked = await read_json(request, AssignProjectRequest)
-    await hub_of(request).store.write(catalog.assign_project, session_id, asked.project_id)
+    await front_of(request).store.write(catalog.assign_project, session_id, asked.project_id)
     return json_reply({})
 
 
@@ -123,7 +123,7 @@ async def search_sessions(request: Request) -> Response:
     """A page of the sessions that match, newest first."""
     asked = await read_json(request, SearchSessionsRequest)
     # One more than asked for shows whether there is another page.
-    found = await hub_of(request).store.read(
+    found = await front_of(request).store.read(
         catalog.search_sessions, _filter(asked, caller_of(request)), asked.limit + 1, time.time()
     )
     page = found[: asked.limit]

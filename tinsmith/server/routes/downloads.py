@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 
 from tinsmith.errors import NotBuiltError, NotFoundError
 from tinsmith.server.descriptions import timestamp
-from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.front import Front, front_of
 from tinsmith.server.replies import json_reply
 from tinsmith.server.routes.checkpoints import CHECKPOINT, path_of
 from tinsmith.store.catalog import LoggedOperation, session_operations
@@ -33,11 +33,11 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.IGNORECASE)
 @router.get(f"{CHECKPOINT}/external_weights_urls")
 async def external_weights_urls(request: Request, run_id: str, segment: str, name: str) -> Response:
     """A URL for each file of external weights."""
-    hub = hub_of(request)
+    front = front_of(request)
     parse_query(Query, request.query_params)
-    checkpoint = await _external(hub, path_of(run_id, segment, name))
-    sizes = await _sizes(hub, checkpoint)
-    expires = int(time.time()) + hub.config.server.download_ttl_s
+    checkpoint = await _external(front, path_of(run_id, segment, name))
+    sizes = await _sizes(front, checkpoint)
+    expires = int(time.time()) + front.config.server.download_ttl_s
     urls = {}
     for file in sizes:
         place = f"download/{quote(run_id)}/{quote(name)}/{quote(file)}"
@@ -58,24 +58,24 @@ async def archive(run_id: str, segment: str, name: str) -> Response:
 @router.get("/download/{run_id}/{name}/{file:path}")
 async def download(request: Request, run_id: str, name: str, file: str) -> Response:
     """One file, or the part of it that the Range header asks for."""
-    hub = hub_of(request)
+    front = front_of(request)
     asked = parse_query(DownloadQuery, request.query_params)
     path = path_of(run_id, "external_weights", name)
-    found = await hub.store.read(Store.checkpoint, path)
+    found = await front.store.read(Store.checkpoint, path)
     # One that does not exist is told to nobody without a signature
-    hub.signer.check(asked.signature, asked.expires, "" if found is None else found.directory, file)
-    checkpoint = await _external(hub, path)
-    sizes = await _sizes(hub, checkpoint)
+    front.signer.check(asked.signature, asked.expires, "" if found is None else found.directory, file)
+    checkpoint = await _external(front, path)
+    sizes = await _sizes(front, checkpoint)
     if file not in sizes:
         raise NotFoundError(f"{checkpoint.tinker_path} has no file {file!r}")
-    return _part(hub, checkpoint, file, sizes[file], wanted_bytes(request.headers, sizes[file]))
+    return _part(front, checkpoint, file, sizes[file], wanted_bytes(request.headers, sizes[file]))
 
 
-async def _sizes(hub: Hub, checkpoint: Checkpoint) -> dict[str, int]:
-    return await asyncio.to_thread(lambda: hub.files.at(checkpoint.directory).sizes())
+async def _sizes(front: Front, checkpoint: Checkpoint) -> dict[str, int]:
+    return await asyncio.to_thread(lambda: front.files.at(checkpoint.directory).sizes())
 
 
-def _part(hub: Hub, checkpoint: Checkpoint, file: str, size: int, wanted: range) -> Response:
+def _part(front: Front, checkpoint: Checkpoint, file: str, size: int, wanted: range) -> Response:
     if size and not wanted:
         detail = f"{file} has {size} bytes, and the Range asks for none of them"
         return json_reply({"detail": detail}, 416, {"Content-Range": f"bytes */{size}"})
@@ -84,7 +84,7 @@ def _part(hub: Hub, checkpoint: Checkpoint, file: str, size: int, wanted: range)
         headers["Content-Range"] = f"bytes {wanted.start}-{wanted.stop - 1}/{size}"
 
     def blocks() -> Iterator[bytes]:  # one that is not asynchronous is run in a thread
-        yield from hub.files.at(checkpoint.directory).read(file, wanted)
+        yield from front.files.at(checkpoint.directory).read(file, wanted)
 
     return StreamingResponse(blocks(), 206 if len(wanted) < size else 200, headers, "application/octet-stream")
 
@@ -105,17 +105,17 @@ def wanted_bytes(headers: Mapping[str, str], size: int) -> range:
     return range(min(int(first), size), min(int(last) + 1, size) if last else size)
 
 
-async def _external(hub: Hub, path: str) -> Checkpoint:
-    return await hub.store.read(Store.require_checkpoint, path, "external")
+async def _external(front: Front, path: str) -> Checkpoint:
+    return await front.store.read(Store.require_checkpoint, path, "external")
 
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(request: Request, session_id: str) -> Response:
     """A URL of the session's trace, which is computed when fetched."""
-    hub = hub_of(request)
+    front = front_of(request)
     parse_query(Query, request.query_params)
-    await hub.session(session_id)
-    expires = int(time.time()) + hub.config.server.download_ttl_s
+    await front.session(session_id)
+    expires = int(time.time()) + front.config.server.download_ttl_s
     url = _signed_url(request, f"trace/{quote(session_id)}", expires, _TRACE, session_id)
     return json_reply({"status": "ready", "url": url})
 
@@ -123,16 +123,16 @@ async def trace_export(request: Request, session_id: str) -> Response:
 @router.get("/trace/{session_id}")
 async def trace(request: Request, session_id: str) -> Response:
     """Send the history of a session, for ui.perfetto.dev."""
-    hub = hub_of(request)
+    front = front_of(request)
     asked = parse_query(DownloadQuery, request.query_params)
-    hub.signer.check(asked.signature, asked.expires, _TRACE, session_id)
-    operations = await hub.store.read(session_operations, session_id)
+    front.signer.check(asked.signature, asked.expires, _TRACE, session_id)
+    operations = await front.store.read(session_operations, session_id)
     return await asyncio.to_thread(lambda: json_reply(trace_of(operations)))
 
 
 def _signed_url(request: Request, place: str, expires: int, *parts: str) -> str:
     """A URL with the host by which this client reaches the server, through a proxy too."""
-    signature = hub_of(request).signer.sign(expires, *parts)
+    signature = front_of(request).signer.sign(expires, *parts)
     return f"{request.base_url}api/v1/{place}?expires={expires}&signature={signature}"
 
 

@@ -1,6 +1,5 @@
 """The service itself, beginning and end of sessions, and what only a hosted service has."""
 
-import asyncio
 import logging
 import uuid
 from contextlib import suppress
@@ -10,12 +9,11 @@ from packaging.version import InvalidVersion, Version
 
 from tinsmith import __version__
 from tinsmith.errors import NotFoundError
+from tinsmith.server import calls
 from tinsmith.server.access import caller_of, operation_body, owned
 from tinsmith.server.body import drop_body
-from tinsmith.server.hub import hub_of
+from tinsmith.server.front import front_of
 from tinsmith.server.replies import ForbiddenError, GoneError, json_reply
-from tinsmith.server.trace import perfetto
-from tinsmith.store.store import Store
 from tinsmith.wire.json_body import parse_json, parse_query
 from tinsmith.wire.service_requests import (
     CreateSessionRequest,
@@ -50,19 +48,20 @@ async def livez() -> Response:
 @router.get("/healthz")
 async def readyz(request: Request) -> Response:
     """200 while the engine can take work, else 503 with the reason. `healthz`, which the SDK knows, says the same."""
-    hub = hub_of(request)
-    reason = hub.store.missing() or hub.lifetimes.damage or ("" if hub.engine.is_ready else hub.engine.reason)
-    if reason:
-        return json_reply({"status": "unavailable", "detail": hub.told(reason)}, 503)
+    front = front_of(request)
+    if reason := await front.ask(calls.unready):
+        return json_reply({"status": "unavailable", "detail": front.told(reason)}, 503)
     return json_reply(
-        {"status": "ok"} if hub.config.training.trains else {"status": "ok", "detail": "it samples only (--train none)"}
+        {"status": "ok"}
+        if front.config.training.trains
+        else {"status": "ok", "detail": "it samples only (--train none)"}
     )
 
 
 @router.post("/client/config")
 async def client_config(request: Request) -> Response:
     """The optional parts of the protocol that the SDK is to use."""
-    config = hub_of(request).config.server
+    config = front_of(request).config.server
     return json_reply(
         {
             "proto_compress_fwdbwd": True,
@@ -83,9 +82,9 @@ async def client_dynamic_config(request: Request) -> Response:
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(request: Request) -> Response:
     """The base models that the caller may use."""
-    hub, key = hub_of(request), caller_of(request).key
+    front, key = front_of(request), caller_of(request).key
     allowed = None if key is None else key.models
-    sampleable, trains = hub.config.sampling.sampler != "none", hub.config.training.trains
+    sampleable, trains = front.config.sampling.sampler != "none", front.config.training.trains
     models = [
         {
             "model_name": facts.name,
@@ -93,7 +92,7 @@ async def get_server_capabilities(request: Request) -> Response:
             "trainable": trains and facts.trains,
             "sampleable": sampleable,
         }
-        for facts in hub.base_models.all()
+        for facts in front.base_models.all()
         if allowed is None or facts.name in allowed
     ]
     return json_reply({"supported_models": models})
@@ -111,13 +110,12 @@ async def create_session(request: Request) -> Response:
     """A new session. `error_message` names an SDK version that does not work here; the SDK logs it."""
     description = parse_json(CreateSessionRequest, await operation_body(request))
     session_id = str(uuid.uuid4())
-    hub = hub_of(request)
+    front = front_of(request)
     caller = caller_of(request)
     about = description.model_dump()
     if caller.key is not None and description.project_id is None:
         about["project_id"] = caller.key.project_id
-    await hub.store.write(Store.create_session, session_id, about, caller.tenant)
-    hub.lifetimes.began(session_id)
+    await front.ask(calls.begin_session, session_id, about, caller.tenant)
     log.info("session %s begins (SDK %s)", session_id, description.sdk_version, extra={"session": session_id})
     told = _objection(description.sdk_version)
     return json_reply(
@@ -129,21 +127,18 @@ async def create_session(request: Request) -> Response:
 async def session_heartbeat(request: Request) -> Response:
     """Note a heartbeat; 410 tells a client that its session has ended."""
     heartbeat = await owned(request, parse_json(SessionHeartbeatRequest, await operation_body(request)))
-    hub = hub_of(request)
-    if not await hub.lifetimes.is_open(heartbeat.session_id):
+    if not await front_of(request).ask(calls.heartbeat, heartbeat.session_id):
         raise GoneError(f"session {heartbeat.session_id!r} is finished or does not exist")
-    hub.lifetimes.saw_session(heartbeat.session_id)
     return json_reply({"type": "session_heartbeat"})
 
 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(request: Request, session_id: str) -> Response:
     """End a session: unload its models, drop its snapshots. Ending it again changes nothing."""
-    hub = hub_of(request)
+    front = front_of(request)
     ending = parse_json(FinishSessionRequest, await operation_body(request))
-    await hub.session(session_id)
-    if await hub.store.write(Store.finish_session, session_id, ending.reason.type, ending.detail):
-        await hub.end_session(session_id, save=False)
+    await front.session(session_id)
+    if await front.ask(calls.finish_session, session_id, ending.reason.type, ending.detail):
         log.info("session %s is finished (%s)", session_id, ending.reason.type, extra={"session": session_id})
     return json_reply({})
 
@@ -166,7 +161,8 @@ def _objection(sdk_version: str) -> str | None:
 @router.get("/status")
 async def status(request: Request) -> Response:
     """What the server does, for people: no part of the Tinker API. Of the models it lists those of the caller."""
-    hub, caller = hub_of(request), caller_of(request)
+    front, caller = front_of(request), caller_of(request)
+    about = await front.ask(calls.status)
     bases = [
         {
             "name": facts.name,
@@ -174,23 +170,20 @@ async def status(request: Request) -> Response:
             "max_context": facts.max_context,
             "takes_images": facts.takes_images,
         }
-        for facts in (hub.base_models.all() if hub.engine.takes_messages else [])
+        for facts in (front.base_models.all() if about.pop("has_engine") else [])
     ]
-    engine = {"state": hub.engine.state, "reason": hub.told(hub.engine.reason), "busy_s": hub.engine.busy_s}
-    trains = hub.config.training.trains
-    activity = hub.activity.describe()
-    activity["models"] = [each for each in activity["models"] if await hub.tenants.owns(caller, each["model_id"])]
-    return json_reply({"version": __version__, "engine": engine, "trains": trains, "base_models": bases, **activity})
+    trains = front.config.training.trains
+    about["models"] = [each for each in about["models"] if await front.tenants.owns(caller, each["model_id"])]
+    return json_reply({"version": __version__, "trains": trains, "base_models": bases, **about})
 
 
 @router.get("/trace")
 async def trace(request: Request) -> Response:
     """What all processes did in the last minutes, for ui.perfetto.dev; for admins. No part of the Tinker API."""
-    hub, asked = hub_of(request), parse_query(TraceQuery, request.query_params)
+    front, asked = front_of(request), parse_query(TraceQuery, request.query_params)
     if caller_of(request).sees is not None:
         raise ForbiddenError("GET /trace shows the work of all tenants, and needs a key of an admin")
-    spans = hub.trace.since(asked.seconds)
-    return await asyncio.to_thread(lambda: json_reply(perfetto(spans)))
+    return json_reply(await front.ask(calls.trace, asked.seconds))
 
 
 @router.get("/auth/apikey/me")

@@ -11,11 +11,12 @@ from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from tinsmith.errors import BackpressureError, NotBuiltError, NotFoundError, UserError, reported
-from tinsmith.protocol.serving import Wake
+from tinsmith.errors import NotBuiltError, NotFoundError, UserError, reported
 from tinsmith.protocol.shapes import rank_refusal
-from tinsmith.server.access import caller_of, operation_body, owned, read_parsed, require, require_base, require_storage
-from tinsmith.server.hub import check_fits, comes_from_here, hub_of
+from tinsmith.server import calls
+from tinsmith.server.access import caller_of, operation_body, owned, read_parsed, require, require_base
+from tinsmith.server.base_models import check_fits
+from tinsmith.server.front import comes_from_here, front_of
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
@@ -41,7 +42,7 @@ router = APIRouter()
 
 # As a plain function it would be called in a thread for every request
 async def _require_training(request: Request) -> None:
-    if not hub_of(request).config.training.trains:
+    if not front_of(request).config.training.trains:
         raise UserError(
             "this server does not train: it was started with --train none and samples base models and checkpoints "
             "only; "
@@ -53,62 +54,28 @@ _TRAINS = [Depends(_require_training)]
 """Refuse every route of training where nothing is trained, and no sequence could get a hole."""
 
 
-def _rejected(command: NewCommand, reason: str) -> NewCommand:
-    """The same operation, which ends in an error."""
-    digest = command.digest or hashlib.sha256(command.payload).digest()
-    return NewCommand(command.model_id, command.seq_id, REJECTED, reason.encode(), digest=digest)
-
-
 async def _submit(request: Request, command: NewCommand, tokens: int | None = None, stores: bool = False) -> Response:
-    """Append an operation to the log and tell the engine. Raises UserError if its key belongs to another operation.
-
-    One of so many `tokens` is held to the budgets of the caller's key, and one that `stores` to its storage. Raises
-    BackpressureError beyond its limits.
-    """
-    hub, caller = hub_of(request), caller_of(request)
-    hub.lifetimes.saw(command.model_id)
-    asked = await hub.base_of(command.model_id) if command.model is None else command.model.base_model
-    base = hub.base_models.name_of(asked)
+    """Append an operation to the log and tell the engine, as `calls.submit`, which this raises as."""
+    front, caller = front_of(request), caller_of(request)
+    model = command.model
+    base = front.base_models.name_of(await front.base_of(command.model_id) if model is None else model.base_model)
     require_base(request, base)
-    request_id = ids.request_id(command.model_id, command.seq_id)
     size = unpacked_size(command.payload, len(command.payload)) + sum(len(image) for image in command.images.values())
-    counted = reserved = queued = False
-    try:
-        owner = caller.tenant, base, ids.session_of(command.model_id)
-        try:
-            if stores:
-                await require_storage(request)
-            reserved = await hub.budgets.reserve(request_id, caller, owner, tokens or 0, binds=tokens is not None)
-        except BackpressureError:
-            if await hub.store.read(Store.status, request_id) is None:
-                raise  # else it is a repeat, which uses nothing
-        except UserError as error:  # no later time would do, and the sequence must get no hole
-            command = _rejected(command, str(error))
-        counted = hub.queued.admit(command.model_id, command.seq_id, size, caller.key)
-        # Before it is in the log: the engine may be done with it, or dead, before we hear that it is
-        hub.waiters.expect(request_id)
-        queued = await hub.store.append(command)
-    finally:
-        if counted and not queued:
-            hub.queued.end(request_id)
-        if reserved and not queued:
-            hub.budgets.release(request_id)
-    # A repeat too: the database may have taken the first one without being able to say so
-    await hub.engine.notify(Wake([command.model_id]))
-    if not queued:
-        hub.waiters.look_again(request_id)
-        await hub.store.read(Store.check_repeat, command)
-    return future_reply(request_id, model_id=command.model_id)
+    if model is None:
+        await front.ask(calls.submit, caller, base, command, size, tokens, stores)
+    else:
+        await front.ask(calls.create_model, caller, base, command, size)
+    return future_reply(ids.request_id(command.model_id, command.seq_id), model_id=command.model_id)
 
 
 @router.post("/create_model", dependencies=_TRAINS)
 async def create_model(request: Request) -> Response:
     """A new model. Nothing waits for it yet, so a wrong request is refused at once."""
-    hub = hub_of(request)
+    front = front_of(request)
     body = await operation_body(request)
     asked = await owned(request, parse_json(CreateModelRequest, body))
-    await hub.require_open_session(asked.session_id)
-    facts = hub.base_models.find(asked.base_model, comes_from_here(request))
+    await front.require_open_session(asked.session_id)
+    facts = front.base_models.find(asked.base_model, comes_from_here(request))
     if asked.lora_config.rank > facts.max_lora_rank:
         raise UserError(rank_refusal(asked.lora_config.rank, facts.max_lora_rank))
     model = Model(
@@ -119,32 +86,17 @@ async def create_model(request: Request) -> Response:
         optimizer_config=asked.optimizer_config.model_dump(),
         user_metadata=asked.user_metadata,
     )
-    return await _create(request, model, NewCommand(model.model_id, 0, "create_model", body, model=model))
-
-
-async def _create(request: Request, model: Model, command: NewCommand) -> Response:
-    """Submit the operation that makes a model. Raises BackpressureError if the caller's key allows no more."""
-    hub, key = hub_of(request), caller_of(request).key
-    if key is None or key.max_models is None:
-        return await _submit(request, command)
-    async with hub.creating:
-        living = await hub.store.read(Store.living_models, key.tenant)
-        if len(set(living) - {model.model_id}) >= key.max_models:
-            raise BackpressureError(
-                f"tenant {key.tenant!r} has {len(living)} models in training, and key {key.name!r} allows "
-                f"{key.max_models}; end a session whose model is not needed"
-            )
-        return await _submit(request, command)
+    return await _submit(request, NewCommand(model.model_id, 0, "create_model", body, model=model))
 
 
 @router.post("/get_info")
 async def get_info(request: Request) -> Response:
     """Describe a model. Only a client on this machine gets a directory as `tokenizer_id`."""
-    hub = hub_of(request)
+    front = front_of(request)
     asked = await owned(request, parse_json(GetInfoRequest, await operation_body(request)))
-    model = await hub.model(asked.model_id)
-    facts = hub.base_models.find(model.base_model)
-    tells = comes_from_here(request) or facts.tokenizer_id not in hub.base_models.directories()
+    model = await front.model(asked.model_id)
+    facts = front.base_models.find(model.base_model)
+    tells = comes_from_here(request) or facts.tokenizer_id not in front.base_models.directories()
     return json_reply(
         {
             "type": "get_info",
@@ -165,9 +117,9 @@ async def get_info(request: Request) -> Response:
 @router.post("/forward_backward", dependencies=_TRAINS)
 async def forward_backward(request: Request) -> Response:
     """A forward or forward_backward pass, in protobuf."""
-    hub = hub_of(request)
-    max_bytes = hub.config.server.max_body_mib * 2**20
-    limits, longest = hub.config.requests, hub.base_models.longest
+    front = front_of(request)
+    max_bytes = front.config.server.max_body_mib * 2**20
+    limits, longest = front.config.requests, front.base_models.longest
     received = await read_parsed(request, max_bytes, "max_body_mib", PROTOBUF, receive, limits, longest)
     key = received.key
     if not key.model_id or not 1 <= key.seq_id <= MAX_SEQ_ID:
@@ -225,15 +177,15 @@ async def _submit_json(request: Request, kind: CommandKind, body: bytes) -> Resp
 @router.post("/load_weights", dependencies=_TRAINS)
 async def load_weights(request: Request) -> Response:
     """Load a checkpoint into a new model, or, as older clients ask, into one just created."""
-    hub = hub_of(request)
+    front = front_of(request)
     body = await operation_body(request)
     if parse_json(LoadWeightsAddress, body).model_id is not None:
         return await _load_into(request, body)
     asked = await owned(request, parse_json(CreateFromCheckpointRequest, body))
-    await hub.require_open_session(asked.session_id)
-    checkpoint = await hub.store.read(Store.require_checkpoint, asked.path, "training")
+    await front.require_open_session(asked.session_id)
+    checkpoint = await front.store.read(Store.require_checkpoint, asked.path, "training")
     base_model = asked.base_model or checkpoint.base_model
-    check_fits(checkpoint, hub.base_models.find(base_model, comes_from_here(request)))
+    check_fits(checkpoint, front.base_models.find(base_model, comes_from_here(request)))
     model = Model(
         model_id=ids.model_id(asked.session_id, asked.model_seq_id),
         session_id=asked.session_id,
@@ -242,7 +194,7 @@ async def load_weights(request: Request) -> Response:
         optimizer_config=(asked.optimizer_config or OptimizerConfig()).model_dump(),
         user_metadata=asked.user_metadata,
     )
-    return await _create(request, model, NewCommand(model.model_id, 0, "create_from_checkpoint", body, model=model))
+    return await _submit(request, NewCommand(model.model_id, 0, "create_from_checkpoint", body, model=model))
 
 
 async def _load_into(request: Request, body: bytes) -> Response:
@@ -254,7 +206,7 @@ async def _load_into(request: Request, body: bytes) -> Response:
     command = NewCommand(key.model_id, key.seq_id, "load_weights", body)
     if not refusals:
         return await _submit(request, command)
-    return await _submit(request, _rejected(command, str(refusals[0])))
+    return await _submit(request, calls.rejected(command, str(refusals[0])))
 
 
 @router.post("/save_weights_for_sampler", dependencies=_TRAINS)
@@ -264,10 +216,10 @@ async def save_weights_for_sampler(request: Request) -> Response:
     A snapshot's sampling session is created with the command, under the id of the first request. A retry asks for
     another id, and finds the first in the result.
     """
-    hub = hub_of(request)
+    front = front_of(request)
     body = await operation_body(request)
     key = await owned(request, parse_json(OperationKey, body))
-    model = await hub.model(key.model_id)
+    model = await front.model(key.model_id)
     asked = _asked_snapshot(key, body)
     if asked is None:
         return await _submit_json(request, "save_weights_for_sampler", body)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from tinsmith.errors import UserError
 from tinsmith.server.access import caller_of
 from tinsmith.server.descriptions import NO_PROJECT, as_texts, timestamp
-from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.front import Front, front_of
 from tinsmith.server.replies import json_reply
 from tinsmith.store import catalog
 from tinsmith.store.records import UsedBy
@@ -24,27 +24,27 @@ _MOST_DAYS = 14
 @router.get("/billing/usage/events")
 async def billing_usage(request: Request) -> Response:
     """Tokens and storage by hour, base model and session. Nothing has a price."""
-    hub, caller = hub_of(request), caller_of(request)
+    front, caller = front_of(request), caller_of(request)
     asked = parse_query(UsageQuery, request.query_params)
     start, end = asked.starting_on.timestamp(), asked.ending_before.timestamp()
     if not 0 <= end - start <= _MOST_DAYS * DAY_S:
         raise UserError(f"ending_before must lie up to {_MOST_DAYS} days behind starting_on")
-    found = await hub.store.read(used_between, start, end, caller.sees)
-    about = await hub.store.read(catalog.find_sessions, {each.session_id for each in found if each.session_id})
-    events = [event for each in found for event in _events(hub, each, about)]
+    found = await front.store.read(used_between, start, end, caller.sees)
+    about = await front.store.read(catalog.find_sessions, {each.session_id for each in found if each.session_id})
+    events = [event for each in found for event in _events(front, each, about)]
     events.sort(key=lambda event: (event["bucket_start"], -event["event_info"].get("token_count", 0)))
     sessions = {name: {"user_metadata": as_texts(metadata)} for name, (_, metadata) in about.items()}
     return json_reply({"data": events, "sessions": sessions})
 
 
 def _events(
-    hub: Hub, found: UsedBy, about: Mapping[str, tuple[str | None, dict[str, Any] | None]]
+    front: Front, found: UsedBy, about: Mapping[str, tuple[str | None, dict[str, Any] | None]]
 ) -> Iterator[dict[str, Any]]:
     project, _ = about.get(found.session_id, (None, None))
     envelope = {
         "bucket_start": timestamp(found.hour),
         "bucket_end": timestamp(found.hour + HOUR_S),
-        "base_model": hub.base_models.name_of(found.base_model),
+        "base_model": front.base_models.name_of(found.base_model),
         "user_id": found.tenant,
         "user_name": found.tenant,
         "session_id": found.session_id or None,
@@ -67,7 +67,7 @@ def _events(
 async def billing_checkpoints(request: Request) -> Response:
     """The checkpoints that are stored now, by project and tenant."""
     asked = parse_query(StorageQuery, request.query_params)
-    found = await hub_of(request).store.read(catalog.stored_by_project, caller_of(request).sees)
+    found = await front_of(request).store.read(catalog.stored_by_project, caller_of(request).sees)
     rows = [
         {
             "project_id": project or NO_PROJECT,
@@ -89,7 +89,7 @@ async def audit(request: Request) -> Response:
     asked = parse_query(AuditQuery, request.query_params)
     if asked.event_type not in ("all", "checkpoints"):
         return json_reply({"entries": []})
-    found = await hub_of(request).store.read(catalog.checkpoint_events, asked.start, DAY_S, caller_of(request).sees)
+    found = await front_of(request).store.read(catalog.checkpoint_events, asked.start, DAY_S, caller_of(request).sees)
     entries = [
         {
             "timestamp": timestamp(each.at),
