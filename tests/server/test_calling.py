@@ -1,0 +1,67 @@
+"""Calls of the hub from another process, here over a socket within one.
+
+Invariant: A call across processes gives what it gives within one: the result, or the same error.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.server.serving import Served
+from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError
+from tinsmith.server.calling import HubAnswers, HubAtDistance
+from tinsmith.server.hub import Hub
+
+
+@asynccontextmanager
+async def at_distance(hub: Hub) -> AsyncIterator[tuple[HubAtDistance, HubAnswers]]:
+    """The hub behind a socket, which passes on few kilobytes at a time."""
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    ask, answering = HubAtDistance(), HubAnswers(hub)
+    await ask.connect(ours)
+    await answering.connect(theirs)
+    yield ask, answering
+    answering.close()
+    await ask.lost.wait()
+
+
+async def after(hub: Hub, seconds: float, content: bytes) -> tuple[bytes, int]:
+    """The content, later, and how many base models there are."""
+    await asyncio.sleep(seconds)
+    return content, len(hub.base_models.names)
+
+
+async def refuse(hub: Hub, error: Exception) -> None:
+    raise error
+
+
+async def test_results_come_whole_and_as_they_are_ready(server: Served) -> None:
+    contents = [os.urandom(size) for size in (3_000_000, 0, 1, 70_000, 5, 12, 65_536)]
+    async with at_distance(server.hub) as (ask, answering):
+        assert not answering.heard
+        slow = asyncio.create_task(ask(after, 60.0, b""))
+        calls = [ask(after, 0.0, content) for content in contents * 20]
+        assert await asyncio.gather(*calls) == [(content, 1) for content in contents * 20]
+        assert answering.heard
+        assert not slow.done()
+        slow.cancel()
+
+
+async def test_errors_are_those_of_the_hub(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    async with at_distance(server.hub) as (ask, _):
+        with pytest.raises(BackpressureError, match="over the limit") as refused:
+            await ask(refuse, BackpressureError("over the limit", 17.0))
+        assert refused.value.retry_after_s == 17.0
+        with pytest.raises(NotFoundError, match="not here"):
+            await ask(refuse, NotFoundError("not here"))
+        with caplog.at_level(logging.ERROR), pytest.raises(TinsmithError, match=r"internal error .* KeyError"):
+            await ask(refuse, KeyError("a fault of ours"))
+        assert "a fault of ours" in caplog.text
+        assert await ask(after, 0.0, b"more") == (b"more", 1)
