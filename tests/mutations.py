@@ -1196,13 +1196,6 @@ MUTATIONS = (
         ("tests/server/test_calling.py",),
     ),
     Mutation(
-        "the beginning of a call goes with the end of the one before",
-        "tinsmith/server/calling.py",
-        "del arrived[:begin]",
-        "arrived.clear()",
-        ("tests/server/test_calling.py",),
-    ),
-    Mutation(
         "an HTTP server outlives its hub and keeps the port",
         "tinsmith/server/http_process.py",
         "(ask.lost.wait(), follow_base_models(), show_life())",
