@@ -14,7 +14,7 @@ class Applications:
 
     def __init__(self) -> None:
         self._formats: dict[str, asyncio.Task[ChatFormat]] = {}
-        """By place of the model's files."""
+        """Keyed by the place of the model's files."""
         self._sessions: dict[str, str] = {}
         """The session of each tenant under which its answers are limited and metered. Clients do not see it."""
         self._numbers = itertools.count(1)

@@ -83,7 +83,7 @@ def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
 
 
 class Wording:
-    """What clients may read of an error."""
+    """The wording of errors for clients."""
 
     def __init__(self, config: Config, data_dir: Path, base_models: BaseModels) -> None:
         self._places = private_places(config, data_dir)

@@ -1,4 +1,4 @@
-"""What the HTTP routes ask of the hub: each function runs where the hub is, for any HTTP server (`Front.ask`).
+"""Functions that HTTP routes call in the hub: each runs where the hub is, for any HTTP server (`Front.ask`).
 
 Arguments and results may cross processes. What has to be consistent is in one function: no other request comes between
 two steps of it that do not wait.
@@ -370,7 +370,7 @@ async def unready(hub: Hub) -> str:
 
 
 async def status(hub: Hub) -> dict[str, Any]:
-    """What engine and workers do."""
+    """Describe what engine and workers do."""
     engine = {"state": hub.engine.state, "reason": hub.told(hub.engine.reason), "busy_s": hub.engine.busy_s}
     return {"engine": engine, "has_engine": hub.engine.takes_messages, **hub.activity.describe()}
 
@@ -387,6 +387,6 @@ async def metrics(hub: Hub) -> bytes:
 
 
 async def trace(hub: Hub, seconds: float) -> dict[str, Any]:
-    """What all processes did in the last seconds, for ui.perfetto.dev."""
+    """The spans of all processes in the last seconds, for ui.perfetto.dev."""
     spans = hub.trace.since(seconds)
     return await asyncio.to_thread(perfetto, spans)

@@ -1,4 +1,4 @@
-"""What a process that answers HTTP has of its own, and how it asks the hub, which keeps the state of all.
+"""The state of one process that answers HTTP, and its way to the hub, which keeps the state of all.
 
 With one HTTP server the hub is in the same process. Several are processes of their own (`http_servers.py`), which keep
 nothing that would be missed: what they read of the database and of files is the same in each, and every change goes
@@ -50,7 +50,7 @@ class Ask(Protocol):
 
 
 class Front:
-    """What the routes share in one process."""
+    """The state that routes share in one process."""
 
     def __init__(self, config: Config, data_dir: Path, store: Stored, base_models: BaseModels, ask: Ask) -> None:
         """Make it in the event loop."""

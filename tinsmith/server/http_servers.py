@@ -25,7 +25,7 @@ _END_S = 10.0
 
 
 class HttpServers:
-    """As many as `http_servers` says."""
+    """The HTTP servers, as many as `http_servers` says."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub

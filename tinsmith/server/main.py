@@ -206,7 +206,7 @@ async def _serve(
 
 
 def _http_of(hub: Hub, front: Front) -> HttpServer | HttpServers:
-    """What answers HTTP: this process, with `front`, or several others."""
+    """Make the servers that answer HTTP: this process, with `front`, or several others."""
     if hub.config.server.http_servers > 1:
         return HttpServers(hub)
     front.bodies.parser.start()

@@ -27,7 +27,7 @@ class SampledWeights:
     facts: ModelFacts
     """Those of the base model."""
     weights_id: str | None
-    """As in `Sample`."""
+    """The identity of the weights, as in `Sample`."""
 
 
 def require_sampler(front: Front) -> None:

@@ -257,7 +257,7 @@ _giving_up: set[asyncio.Future[None]] = set()
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """What `work` returns. Raises ClientDisconnect, and cancels it, if the client goes away before."""
+    """Return what `work` does. Raises ClientDisconnect, and cancels it, if the client goes away before."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
