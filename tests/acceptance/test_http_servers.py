@@ -4,6 +4,7 @@ Invariant: Whichever HTTP server takes an operation or a sample, any other answe
 over all, and one that is killed loses nothing.
 """
 
+import json
 import os
 import signal
 import time
@@ -151,6 +152,28 @@ def rounds(
         published = client.save_weights_and_get_sampling_client().result(timeout=START_S)
         tokens.append(list(published.sample(text_input(1, 5), 1, SHORT).result(timeout=START_S).sequences[0].tokens))
     return losses, tokens
+
+
+def test_applications_get_the_same_answer_of_each(text_only: list[str], tmp_path: Path) -> None:
+    """Whole or streamed; and the sample of one that goes away is given up, wherever it asked."""
+    asked = {"model": "text", "prompt": "hello", "max_tokens": 20, "temperature": 0.0}
+    with ready(tmp_path, *text_only, *SERVERS) as server, each_of(server) as clients:
+        answers = [http.post(f"{server.url}/v1/completions", json=asked).json() for http in clients]
+        texts = [answer["choices"][0]["text"] for answer in answers]
+        assert texts == [texts[0]] * COUNT
+        assert texts[0]
+        for http in clients:
+            with http.stream("POST", f"{server.url}/v1/completions", json=asked | {"stream": True}) as reply:
+                events = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+            assert events.pop() == "[DONE]"
+            assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == texts[0]
+        long = asked | {"stream": True, "max_tokens": 900, "n": 32}
+        with clients[0].stream("POST", f"{server.url}/v1/completions", json=long) as reply:
+            assert next(reply.iter_lines())
+        given_up = time.monotonic()
+        while "tinsmith_pending_samples 0.0" not in httpx.get(f"{server.url}/metrics").text:
+            assert time.monotonic() < given_up + START_S
+            time.sleep(0.1)
 
 
 def test_http_servers_that_are_killed_lose_nothing(
