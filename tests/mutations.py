@@ -994,8 +994,8 @@ MUTATIONS = (
     Mutation(
         "nobody ends a stopped parser",
         "tinsmith/server/parser_process.py",
-        "            if self._process is not None and is_stopped(",
-        "            if self._process is None and is_stopped(",
+        "        if self._process is not None and is_stopped(",
+        "        if self._process is None and is_stopped(",
         ("tests/server/test_parser_process.py",),
     ),
     Mutation(
