@@ -92,6 +92,8 @@ def table(findings: Sequence[Finding]) -> tuple[list[str], bool]:
         compared[found.kind] += min(len(found.curve), len(quiet))
         if found.failed:
             faults.append(f"{name}, after {found.operations} operations: {found.failed}")
+        if len(quiet) < len(found.curve):
+            faults.append(f"{name}: only {len(quiet)} of its {len(found.curve)} numbers are in a quiet run")
         place = differs_at(found.curve, quiet)
         if place is not None:
             faults.append(f"{name}: number {place} is {found.curve[place]}, and {quiet[place]} in a quiet run")
