@@ -32,8 +32,9 @@ import psutil
 import tinker
 from tinker import types
 
-from benchmarks.chaos_table import Finding, Kill, draw, read, table
+from benchmarks.chaos_table import Finding, Kill, draw, read, read_file, table
 from benchmarks.servers import API_KEY, BASE_MODEL, random_datums
+from tests.databases import run_sql
 from tests.running import REAL_PROGRAM, Server, serving
 from tinsmith.models.tiny import write_tiny_model
 
@@ -55,7 +56,10 @@ STOPPED_S = 3.0
 """Seconds for which a server is stopped. Nobody ends it: it may be that its machine slept."""
 
 MOST_S = 600.0
-"""Seconds after which a run that does not come on has failed. It is ended a while later, if it still runs."""
+"""Seconds after which a run that does not come on has failed."""
+
+LONGEST_S = 3600.0
+"""Seconds after which a run is ended from outside: it hangs."""
 
 Victims = tuple[tuple[str, signal.Signals], ...]
 """Processes that get their signals together."""
@@ -81,6 +85,7 @@ OF_VLLM: Sequence[Victims] = (
     (("vLLM engine", SIGSTOP),),
     (("worker", SIGKILL),),
     (("engine", SIGKILL), ("vLLM engine", SIGSTOP)),
+    (("worker", SIGKILL), ("vLLM server", SIGSTOP)),
 )
 OF_RAY: Sequence[Victims] = (
     (("Ray actor", SIGKILL),),
@@ -94,12 +99,6 @@ OF_RAY: Sequence[Victims] = (
 PLACES = {"here": VICTIMS, "vllm": OF_VLLM, "ray": OF_RAY}
 """What runs there can be killed: workers sample with vLLM, or are actors of Ray."""
 
-_STARTS = 10
-"""How often a server may be started before anything is killed."""
-
-_LOOK_S = 5.0
-"""Seconds between two looks whether a run hangs."""
-
 MODULES = {"engine": "tinsmith.engine", "parser": "tinsmith.server.parser_process"}
 """Modules that victims run; servers are known, and workers have names."""
 
@@ -112,6 +111,8 @@ class Run:
     """What each number is, and the number."""
     operations: int = 0
     """Operations that have ended."""
+    samples: int = 0
+    """Those of them that are samples: they are not in the log."""
     newest: float = 0.0
     """When the newest of them was sent, in seconds of the monotonic clock."""
 
@@ -174,6 +175,7 @@ def rl(service: tinker.ServiceClient, run: Run, goes_on: Callable[[], bool]) -> 
             }
             tokens = types.ModelInput.from_ints([*prompt, *answer.tokens[:-1]])
             data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))  # type: ignore[arg-type]
+        run.samples += PROMPTS
         run.curve.append(("reward", sum(rewards) / PROMPTS))
         run.train(client, data, "importance_sampling")
 
@@ -201,11 +203,7 @@ def serving_in(place: str, workers: int, program: list[str]) -> Iterator[Server]
         else:  # samples depend on their request alone
             options += ["--deterministic", "--kv-cache-gib", "0.1"]
         server = stack.enter_context(serving(directory, *options, program=program))
-        for _ in range(_STARTS):
-            with suppress(AssertionError):  # it has ended: its engine was silent for too long on a busy machine
-                server.wait_for_health()
-                break
-            server.start_again()
+        server.wait_for_health()
         if place == "vllm":
             wait_for_vllm(server)
         yield server
@@ -215,6 +213,14 @@ def trained(server: Server, kind: str, run: Run, goes_on: Callable[[], bool]) ->
     """Let a run go on until it is told to end."""
     with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
         KINDS[kind](service, run, goes_on)
+
+
+def not_once(server: Server, run: Run) -> str:
+    """Which operations the server has recorded to have succeeded; empty if they are those of the run, each once."""
+    succeeded = "SELECT seq_id FROM commands WHERE status = 'done' AND error IS NULL ORDER BY seq_id"
+    recorded = [seq_id for (seq_id,) in run_sql(server.data_dir, succeeded)]
+    is_once = recorded == list(range(run.operations - run.samples))  # of a single model
+    return "" if is_once else f"these are recorded to have succeeded: {recorded}"
 
 
 def pids_of(server: Server, victim: str) -> list[int]:
@@ -324,7 +330,7 @@ class Task:
 
     def finding(self) -> Finding:
         """Nothing yet."""
-        return Finding(self.kind, self.workers, not self.victims, self.place, self.number)
+        return Finding(self.kind, self.workers, not self.victims, self.place)
 
 
 def disturb(task: Task, out: Path, seed: int, until: float = float("inf"), program: list[str] = REAL_PROGRAM) -> None:
@@ -345,8 +351,8 @@ def disturb(task: Task, out: Path, seed: int, until: float = float("inf"), progr
             training.add_done_callback(lambda _: wild.has_ended.set())
             raging = threads.submit(wild.rage, chance.sample(task.victims, len(task.victims)))
         error = training.exception() or raging.exception()
-        if error is not None:
-            finding.failed = repr(error)
+        finding.failed = repr(error) if error else not_once(server, run)
+        if finding.failed:
             (out / task.file).with_suffix(".log").write_text(server.log.read_text())
         write()
 
@@ -377,19 +383,19 @@ def tasks(kills: int, place: str) -> list[Task]:
 
 def alone(target: Callable[..., None], task: Task, out: Path, *arguments: object) -> None:
     """Run a task in a process of its own. One that hangs is ended with all that it has started, and has failed."""
-    process = get_context("spawn").Process(target=target, args=(task, out, *arguments))
     file = out / task.file
     task.finding().write(file)
+    process = get_context("spawn").Process(target=target, args=(task, out, *arguments))
     process.start()
-    while process.is_alive():
-        process.join(_LOOK_S)
-        if process.is_alive() and time.time() - file.stat().st_mtime > 2 * MOST_S:
-            hanging = psutil.Process(process.pid)
-            for each in [*hanging.children(recursive=True), hanging]:
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
+    process.join(LONGEST_S)
+    if process.is_alive():
+        hanging = psutil.Process(process.pid)
+        for each in [*hanging.children(recursive=True), hanging]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.join()
     if process.exitcode:
-        finding = next(found for found in read([out]) if found.is_like(task.finding()) and found.number == task.number)
+        finding = read_file(file)
         finding.failed = finding.failed or f"it hung, or ended with exit code {process.exitcode}"
         finding.write(file)
 

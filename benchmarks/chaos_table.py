@@ -31,7 +31,6 @@ class Finding:
     workers: int
     is_quiet: bool
     place: str = "here"
-    number: int = 0
     curve: Curve = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     operations: int = 0
@@ -52,16 +51,17 @@ class Finding:
         new.replace(file)
 
 
+def read_file(file: Path) -> Finding:
+    """What a file holds."""
+    fields = json.loads(file.read_text())
+    curve = [(str(name), float(number)) for name, number in fields.pop("curve")]
+    kills = [Kill(**kill) for kill in fields.pop("kills")]
+    return Finding(**fields | {"curve": curve, "kills": kills, "directory": str(file.parent)})
+
+
 def read(directories: Iterable[Path]) -> list[Finding]:
     """What the files in directories hold."""
-    found = []
-    for directory in directories:
-        for file in sorted(directory.glob("*.json")):
-            fields = json.loads(file.read_text())
-            curve = [(str(name), float(number)) for name, number in fields.pop("curve")]
-            kills = [Kill(**kill) for kill in fields.pop("kills")]
-            found.append(Finding(**fields | {"curve": curve, "kills": kills, "directory": str(directory)}))
-    return found
+    return [read_file(file) for directory in directories for file in sorted(directory.glob("*.json"))]
 
 
 def quiet_of(findings: Sequence[Finding], disturbed: Finding) -> Curve:
@@ -92,6 +92,8 @@ def table(findings: Sequence[Finding]) -> tuple[list[str], bool]:
         compared[found.kind] += min(len(found.curve), len(quiet))
         if found.failed:
             faults.append(f"{name}, after {found.operations} operations: {found.failed}")
+        if len(quiet) < len(found.curve):
+            faults.append(f"{name}: only {len(quiet)} of its {len(found.curve)} numbers are in a quiet run")
         place = differs_at(found.curve, quiet)
         if place is not None:
             faults.append(f"{name}: number {place} is {found.curve[place]}, and {quiet[place]} in a quiet run")

@@ -1075,10 +1075,17 @@ MUTATIONS = (
         (f"{ENGINE_DEATH}::test_a_model_is_not_lost_because_a_server_is_stopped_again_and_again_while_it_comes_back",),
     ),
     Mutation(
+        "an operation may end engines again and again at the cost of another model that comes back",
+        "tinsmith/engine/crash_recovery.py",
+        "        return any(self.waiting.values())\n",
+        "        return False\n",
+        (f"{ENGINE_DEATH}::test_a_model_is_not_lost_because_an_operation_of_another_ends_engines",),
+    ),
+    Mutation(
         "nobody ends a stopped parser",
         "tinsmith/server/parser_process.py",
-        "            if self._process is not None and is_stopped(",
-        "            if self._process is None and is_stopped(",
+        "        if self._process is not None and is_stopped(",
+        "        if self._process is None and is_stopped(",
         ("tests/server/test_parser_process.py",),
     ),
     Mutation(

@@ -63,6 +63,7 @@ class Server:
 
     def __init__(self, log: IO[str], data_dir: Path, options: list[str], program: list[str] = PROGRAM) -> None:
         self.log = Path(log.name)
+        self.data_dir = data_dir
         self._output = log
         self._command = [*program, "serve", "--port", "0", "--data-dir", str(data_dir), *options]
         self.process = subprocess.Popen(self._command, stdout=log, stderr=log)

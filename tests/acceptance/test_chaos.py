@@ -30,3 +30,5 @@ def test_curves_are_the_same_though_processes_are_killed_at_random_moments(kind:
     quiet.curve[-3] = ("loss", 0.0)
     assert not table(found)[1]
     assert differs_at(quiet.curve, disturbed.curve) == len(quiet.curve) - 3
+    quiet.curve.clear()
+    assert not table(found)[1]

@@ -30,7 +30,7 @@ from tests.engine.test_recovery import (
 from tests.extent import amount
 from tinsmith.engine.loop import Stopping
 from tinsmith.models.base import BaseModel
-from tinsmith.store.histories import MOST_IDLE_STARTS
+from tinsmith.store.histories import MOST_ENDS, MOST_IDLE_STARTS
 from tinsmith.store.records import HistoryChange, Outcome
 
 
@@ -175,6 +175,21 @@ def test_a_model_is_not_lost_because_a_server_is_stopped_again_and_again_while_i
     assert_same(state(here), before)
 
 
+def test_a_model_is_not_lost_because_an_operation_of_another_ends_engines(make: Callable[..., Here]) -> None:
+    here = make()
+    another(here, "b")
+    step(here, 1)
+    step(here, 1, "b")
+    here.forward("a", 3, [30], target=3)
+    for _ in range(MOST_ENDS + 1):
+        here = here.next_engine()
+        until_begun(here, all_back=False)
+    here = here.next_engine()
+    here.settle()
+    assert models(here) == ["a", "b"]
+    assert here.error("a", 3) is None
+
+
 def until_back(here: Here, model_id: str) -> None:
     """Go on until that model is being brought back."""
 
@@ -217,9 +232,10 @@ def test_operations_fail_before_which_engines_end_again_and_again(make: Callable
     assert "without_gradients" in str(results(here, 6))
 
 
-def until_begun(here: Here) -> None:
-    """Go on until all models are back, and a pass is under way."""
-    here.until(lambda: here.engine.scheduler.forward.passes and not here.engine.scheduler.crash_recovery.waiting)
+def until_begun(here: Here, all_back: bool = True) -> None:
+    """Go on until a pass is under way, after all models are back or not."""
+    scheduler = here.engine.scheduler
+    here.until(lambda: scheduler.forward.passes and not (all_back and scheduler.crash_recovery.waiting))
 
 
 def run(here: Here, kind: str, seq: int) -> str:

@@ -8,17 +8,18 @@ Also: `tests/engine/test_loop.py`.
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from tests.preloaded import REAL_PYTHON
 from tests.server.light_engine import REASON
 from tests.server.serving import FACTS, LIGHT_ENGINE, Served, running, served
 from tinsmith.config import Config
-from tinsmith.errors import StoreUnavailableError
+from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Done, EndSession
@@ -31,12 +32,12 @@ LONG_S = 120.0
 class Watched:
     """An engine process, with the sessions that it ended and why it was absent."""
 
-    def __init__(self, locked_for: int = 0) -> None:
+    def __init__(self, locked_for: int = 0, program: Sequence[str] = LIGHT_ENGINE) -> None:
         """The database refuses the news of an absent engine so many times."""
         self.ended: list[str] = []
         self.absences: list[str] = []
         self.locked_for = locked_for
-        self.engine = EngineProcess(Config(), self.take, self.nothing, self.absent, LIGHT_ENGINE)
+        self.engine = EngineProcess(Config(), self.take, self.nothing, self.absent, program)
 
     def take(self, message: Message) -> None:
         if isinstance(message, Done):
@@ -135,6 +136,37 @@ async def test_an_engine_that_is_of_no_use_is_replaced(
         assert pid_of(watched.engine) != pid
     assert watched.absences[1].startswith("the engine process ended unexpectedly (")
     assert reason in watched.absences[1]
+
+
+ENDED = "the engine process ended unexpectedly (signal 9)"
+SOME_END = """
+import os, runpy, signal, sys
+if int(sys.argv[3]) <= {ends}:
+    {how}
+runpy.run_path({engine!r}, run_name="__main__")
+"""
+
+
+def ends_first(ends: int, how: str) -> Watched:
+    """An engine process of which the first so many end before they are ready."""
+    return Watched(program=(REAL_PYTHON, "-c", SOME_END.format(ends=ends, how=how, engine=LIGHT_ENGINE[1])))
+
+
+async def test_an_engine_that_is_killed_before_any_was_ready_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.protocol.child_process.FIRST_DELAY_S", 0.0)
+    watched = ends_first(2, "os.kill(os.getpid(), signal.SIGKILL)")
+    async with running(watched.engine):
+        await until(lambda: watched.engine.is_ready)
+    assert watched.absences == ["the server was restarted", ENDED, ENDED]
+
+
+@pytest.mark.parametrize(("how", "starts"), [("os.kill(os.getpid(), signal.SIGKILL)", 3), ("sys.exit(1)", 1)])
+async def test_a_server_ends_if_its_first_engines_do(monkeypatch: pytest.MonkeyPatch, how: str, starts: int) -> None:
+    monkeypatch.setattr("tinsmith.protocol.child_process.FIRST_DELAY_S", 0.0)
+    watched = ends_first(9, how)
+    with pytest.raises(ConfigError, match="before it could take work; its output above says why"):
+        await watched.engine.run()
+    assert len(watched.absences) == starts
 
 
 async def test_a_message_that_cannot_be_handled_is_logged_and_the_next_is_read(

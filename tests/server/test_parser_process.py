@@ -7,6 +7,7 @@ Also: `tests/worker/test_background.py`, `tests/worker/test_samples.py`.
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -105,3 +106,19 @@ async def test_one_that_dies_or_is_stopped_is_started_again(parser: Parser, sign
     with pytest.raises(EngineUnavailableError, match="ended with exit code -9 at this one; send the request again"):
         await receive_or_end(parser, {behind, child.pid})
     assert (await parser.receive(BODY)).key.seq_id == 7
+
+
+async def test_one_that_is_stopped_while_it_is_idle_delays_no_end() -> None:
+    parser = Parser()
+    await parser.receive(BODY)
+    (child,) = parsers()
+    pids = {process_behind(child.pid), child.pid}
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    ending = threading.Thread(target=parser.close)
+    ending.start()
+    ending.join(LONG_S)
+    hangs = ending.is_alive()
+    for pid in pids if hangs else ():
+        os.kill(pid, signal.SIGKILL)
+    assert not hangs

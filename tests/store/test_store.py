@@ -13,10 +13,12 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import MetaData, select
+from sqlalchemy import MetaData, select, text
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from tests.databases import locked, plain_engine, run_sql
@@ -48,7 +50,7 @@ MADE_UP = """
 from alembic import op
 from sqlalchemy import Column, Text
 
-revision, down_revision = "10", "9"
+revision, down_revision = "11", "10"
 
 def upgrade():
     op.add_column("sessions", Column("mood", Text, server_default="calm"))
@@ -60,8 +62,8 @@ def next_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this Tinsmith one whose schema has a made-up revision more."""
     with as_file(files("tinsmith.store") / "revisions") as revisions:
         shutil.copytree(revisions, directory)
-    (directory / "versions" / "v8_made_up.py").write_text(MADE_UP)
-    monkeypatch.setattr(schema, "REVISION", "10")
+    (directory / "versions" / "v11_made_up.py").write_text(MADE_UP)
+    monkeypatch.setattr(schema, "REVISION", "11")
     monkeypatch.setattr(versions, "REVISIONS", str(directory))
 
 
@@ -74,7 +76,7 @@ def test_a_database_of_the_version_before_is_migrated_once(tmp_path: Path, monke
         with closing(Store.open(tmp_path)) as store:
             assert store.session("s") is not None
         assert run_sql(tmp_path, "SELECT session_id, mood FROM sessions") == [("s", "calm")]
-        assert run_sql(tmp_path, "SELECT version_num FROM alembic_version") == [("10",)]
+        assert run_sql(tmp_path, "SELECT version_num FROM alembic_version") == [("11",)]
 
 
 @pytest.mark.usefixtures("database")
@@ -120,7 +122,7 @@ def test_every_revision_leads_to_the_next_and_is_installed(store: Store, tmp_pat
 
 
 UNKNOWN = r" is damaged: it has tables, and its schema version is (None|'x')\. Put back a copy"
-NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 9: use the newer one, or another data_dir"
+NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 10: use the newer one, or another data_dir"
 
 
 @pytest.mark.parametrize(
@@ -258,3 +260,15 @@ def test_a_database_of_the_first_release_becomes_one_of_today(tmp_path: Path) ->
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, schema.metadata) == []
         assert context.get_current_revision() == schema.REVISION
+
+
+def test_engines_of_the_version_before_do_not_count_as_ones_that_have_begun_operations(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.executescript((Path(__file__).parent / "schema_5.sql").read_text())
+    with plain_engine(tmp_path).begin() as migrating:
+        config = Config(attributes={"connection": migrating})
+        config.set_main_option("script_location", versions.REVISIONS)
+        command.upgrade(config, "9")
+        migrating.execute(text("INSERT INTO engine_starts (started_at, place, left_work) VALUES (1, 'here', true)"))
+    Store.open(tmp_path).close()
+    assert run_sql(tmp_path, "SELECT number, started_at, place, has_begun FROM engine_starts") == [(1, 1, "here", 0)]

@@ -162,9 +162,17 @@ class CrashRecovery:
         ends = self.waiting[model_id] + (0 if self.is_stopping else 1)
         self.outcomes.record([HistoryChange(model_id, comebacks=ends)])
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a model waits during whose recovery processes have ended.
+
+        Until it is back nothing else is begun: an operation of another model may have ended them, and would again.
+        """
+        return any(self.waiting.values())
+
     def holds(self, model_id: str) -> bool:
-        """Whether a model waits, or is lost and not yet recorded to be."""
-        return model_id in self.waiting or model_id in self.lost
+        """Whether the operations of a model wait: for it, or for suspects, or for it to be recorded as lost."""
+        return model_id in self.waiting or model_id in self.lost or self.has_suspects
 
     def take(self, message: Reply) -> bool:
         """Take in what the workers say; False if it does not answer a replay."""

@@ -159,7 +159,8 @@ class OperationScheduler:
         for state in [state for state in self.models.values() if state.queue.head() is not None]:
             if not state.is_put_off and not self.crash_recovery.holds(state.model_id):
                 self._advance(state)
-        self.forward.send_passes({*self.models.put_off, *self.crash_recovery.waiting})
+        if not self.crash_recovery.has_suspects:
+            self.forward.send_passes({*self.models.put_off, *self.crash_recovery.waiting})
         self.outcomes.computed(self.forward.take_complete())
         for state in self.to_unload():
             if state.ending == "save" and state.loaded is not None:

@@ -24,7 +24,7 @@ LAST_WORDS_S = 0.5
 """Seconds that the last messages of an ended process may take to arrive."""
 
 _PR_SET_PDEATHSIG = 1
-"""Linux: the signal that a process gets when its parent has ended."""
+"""Linux: the signal that a process gets when the thread that started it has ended."""
 
 
 def leave_signals_to_server() -> None:
@@ -36,7 +36,7 @@ def leave_signals_to_server() -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process when the one that started it has ended, even if it is stopped then."""
+    """Let the kernel end this process when the thread that started it has ended, even if it is stopped then."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -103,6 +103,9 @@ def _read(file: Path) -> dict[str, float]:
 _DATABASE_RETRY_S = 1.0
 """Time between two attempts to write down that an engine has ended."""
 
+_FIRST_STARTS = 3
+"""Engines of which one must be ready, or the server ends. One that ends by itself before knows why: it is the last."""
+
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Waiting threads of a pass sleep: where other processes need the cores, spinning makes it ten times slower."""
 
@@ -169,22 +172,24 @@ class EngineProcess:
         return self.state in ("ready", "recovering", "silent")
 
     async def run(self) -> None:
-        """Start the engine and restart it until `stop`. Raises ConfigError if the first one ends before it is ready."""
+        """Start the engine and restart it until `stop`. Raises ConfigError if none of the first is ever ready."""
         happened = "the server was restarted"
         delay_s = 0.0
         ever_ready = False
+        starts = 0
         while True:
             while not await self._gave_up(happened):
                 if await set_within(self._stop, _DATABASE_RETRY_S):
                     return
             if await set_within(self._stop, delay_s):
                 return
+            starts += 1
             exit_code, was_ready = await self._run_once()
             if self._stop.is_set():
                 return
             ever_ready |= was_ready
             happened = f"the engine process ended unexpectedly ({self._fault or exit_text(exit_code)})"
-            if not ever_ready:
+            if not ever_ready and (exit_code >= 0 or starts == _FIRST_STARTS):
                 raise ConfigError(f"{happened} before it could take work; its output above says why")
             ENGINE_RESTARTS.inc()
             delay_s = next_delay_s(delay_s, was_ready)

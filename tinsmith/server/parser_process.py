@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from tinsmith.errors import EngineUnavailableError, TinsmithError
 from tinsmith.logs import start_logging
-from tinsmith.protocol.child_process import WATCH_S, is_stopped, leave_signals_to_server
+from tinsmith.protocol.child_process import WATCH_S, end_with_parent, is_stopped, leave_signals_to_server
 from tinsmith.sampling.turns import Turns
 from tinsmith.wire.compression import decompress
 
@@ -97,8 +97,11 @@ class ParserProcess:
         """End the process if it is stopped: it would never answer."""
         while True:
             await asyncio.sleep(WATCH_S)
-            if self._process is not None and is_stopped(self._process.pid):
-                self._process.kill()
+            self._end_if_stopped()
+
+    def _end_if_stopped(self) -> None:
+        if self._process is not None and is_stopped(self._process.pid):
+            self._process.kill()
 
     async def _turn(self, client: str, session: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -125,6 +128,7 @@ class ParserProcess:
 
     def close(self) -> None:
         """End the process, after the body that it is at."""
+        self._thread.submit(self._end_if_stopped)
         self._thread.submit(self._disconnect)
         self._thread.shutdown()
 
@@ -220,6 +224,7 @@ def _answer(job: bytes | bytearray, body: bytes) -> bytes:
 def main() -> None:
     """Answer the server at the socket of the given descriptor, until it is closed."""
     leave_signals_to_server()
+    end_with_parent()
     start_logging("parser", form=sys.argv[2])
     os.nice(_NICE)
     for module in _NEEDED:

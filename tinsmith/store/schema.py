@@ -24,7 +24,7 @@ from sqlalchemy import (
 
 from tinsmith.store.records import LOCAL
 
-REVISION = "9"
+REVISION = "10"
 """The newest Alembic revision, a number: an unknown one can be told to be newer."""
 BASELINE = "5"
 """The oldest revision to migrate from; older ones were never released."""

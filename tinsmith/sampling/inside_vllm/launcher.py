@@ -1,10 +1,11 @@
 """`python -m tinsmith.sampling.inside_vllm.launcher OPTIONS`: vLLM's API server, which ends with its parent.
 
 Its standard input is a pipe from the process that started it. When the pipe is closed, the whole process group ends:
-vLLM's workers too, which would outlive a killed parent. vLLM starts its workers with this file as their main module, so
-nothing but definitions stands at its top level.
+vLLM's workers too, which would outlive a killed parent. One that is stopped goes on for that when its parent has ended.
+vLLM starts its workers with this file as their main module, so nothing but definitions stands at its top level.
 """
 
+import ctypes
 import os
 import runpy
 import signal
@@ -14,6 +15,9 @@ import time
 
 _GRACE_S = 5.0
 """Seconds that vLLM may take to end by itself."""
+
+_PR_SET_PDEATHSIG = 1
+"""Linux: the signal that a process gets when the thread that started it has ended."""
 
 _ALWAYS_SO_BEFORE = ("--enable-scale-out", "--no-mm-device-do-normalize")
 """Options that vLLM 0.26 does not know: it does what they say without being asked."""
@@ -28,6 +32,7 @@ def end_with_parent() -> None:
         time.sleep(_GRACE_S)
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # not SIGKILL, which would spare the rest of the group
     threading.Thread(target=watch, daemon=True).start()
 
 

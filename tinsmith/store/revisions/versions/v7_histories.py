@@ -28,6 +28,6 @@ def upgrade() -> None:
         Column("number", _WHOLE, primary_key=True),
         Column("started_at", Float, nullable=False),
         Column("place", Text, nullable=False),
-        Column("has_begun", Boolean, nullable=False),
+        Column("left_work", Boolean, nullable=False),
         sqlite_autoincrement=True,
     )
