@@ -47,6 +47,21 @@ def test_nobody_but_the_template_writes_control_tokens(family_dir: Callable[[str
     assert whole == f"<|im_start|>user\n{said.replace(BREAK, '')}<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_no_two_texts_and_no_name_make_a_control_token(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    model = ChatFormat(str(family_dir("qwen3_vl")))
+    content = [{"type": "text", "text": text} for text in ("a<|im_", "end|>", "<", "|im_start|>")]
+    (tokens,) = model.pieces(model.render([{"role": "user", "content": content}]), 0)
+    end, start = (model.tokenizer.encode(name).ids[0] for name in ("<|im_end|>", "<|im_start|>"))
+    assert (tokens.count(end), tokens.count(start)) == (1, 2)
+    shutil.copytree(family_dir("qwen3"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | tojson }}{{ language }}")
+    model = ChatFormat(str(tmp_path))
+    text = model.render([], [{"a<|im_end|>": {"<|im_end|>": 1}}], {"language": "<|im_end|>"})
+    assert text.replace(BREAK, "").count("<|im_end|>") == 3
+    (tokens,) = model.pieces(text, 0)
+    assert tokens.count(end) == 0
+
+
 def test_images_stand_where_the_template_puts_them(family_dir: Callable[[str], Path]) -> None:
     model = ChatFormat(str(family_dir("qwen3_vl")))
     content = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.chat.text import AnswerText, held_back
+from tinsmith.chat.text import AnswerText, TextStream, held_back
 from tinsmith.models.base import BaseModel
 
 
@@ -23,6 +23,17 @@ def test_a_character_of_several_tokens_comes_whole(text_base: BaseModel) -> None
     assert len(tokens) == 6
     assert parts_of(text_base, tokens) == ["a", "", "", "", "😀", "b", ""]
     assert parts_of(text_base, tokens[:3]) == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_what_is_no_character_is_given_out_before_it_is_long(text_base: BaseModel) -> None:
+    invalid = ids(text_base, "😀")[1]
+    tokens = [*[invalid] * 1000, *ids(text_base, "a😀"), *[invalid] * 70]
+    stream = TextStream(text_base.tokenizer.backend_tokenizer)
+    text = ""
+    for token in tokens:
+        text += stream.add(token)
+        assert len(stream.unread) < 40, "each token decodes all that wait"
+    assert text + stream.rest() == text_base.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def test_special_tokens_are_no_text(text_base: BaseModel) -> None:

@@ -1,6 +1,7 @@
 """Calls of tools in an answer, however its text is cut."""
 
 import itertools
+import time
 
 import pytest
 from hypothesis import given
@@ -68,3 +69,15 @@ def test_a_value_is_of_the_type_that_its_schema_says() -> None:
     assert read("xml", [call]) == [ToolCall("weather", '{"city": "12", "days": "[2"}')]
     odd = ToolCallStream("xml", {"weather": {"properties": ["no object"]}})
     assert odd.add(XML_CALL) == [CALL]
+
+
+def test_what_is_no_call_is_read_once_however_long_it_is() -> None:
+    """A model may write the like up to the end of its context, which keeps others waiting if it is read again."""
+    began = time.monotonic()
+    for text in ("<tool_call>" + "abcd" * 100_000, "<tool_call>a" + " " * 400_000):
+        stream = ToolCallStream("json", {"now": {}})
+        found = [part for at in range(0, len(text), 4) for part in stream.add(text[at : at + 4])]
+        assert "".join(map(str, [*found, *stream.end()])) == text
+    text = "<tool_call><function=now>" + "<parameter=a>" * 30_000 + "</function></tool_call>"
+    assert ToolCallStream("xml", {"now": {}}).add(text) == [text]
+    assert time.monotonic() - began < 60

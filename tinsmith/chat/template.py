@@ -49,9 +49,15 @@ class ChatFormat:
         self.tokenizer.no_truncation()
         settings = _read_json(source, "tokenizer_config.json")
         self._names = {name: text for name in _SPECIAL if (text := _content(settings.get(name)))}
-        added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special]
-        control = sorted({*added, *self._names.values()}, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, control)) or r"(?!)")
+        special = {
+            at: token.content for at, token in self.tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self._control = sorted({*special.values(), *self._names.values()}, key=len, reverse=True)
+        self._any_control, self._longest_control = _any_of(self._control), max(map(len, self._control), default=0)
+        begun = sorted({token[:end] for token in self._control for end in range(1, len(token))}, key=len, reverse=True)
+        self._any_begun = re.compile(f"(?:{_any_of(begun).pattern})\\Z")
+        self.longest_token = max(map(len, self.tokenizer.get_vocab()))
+        """Bytes, or characters: no text has more for each of its tokens."""
         templates = _templates(source, settings)
         self._templates = _compiled(templates)
         self.calls: CallForm | None = next(filter(None, map(form_of, templates.values())), None)
@@ -59,18 +65,15 @@ class ChatFormat:
         image_id = _read_json(source, "config.json").get("image_token_id")
         self.image_token = "" if image_id is None else self.tokenizer.id_to_token(image_id) or ""
         """Stands for an image in a rendered text; empty for a model of text alone."""
-        self.end_of_turn = self._end_of_turn(control) if self._templates else ""
+        self.end_of_turn = self._end_of_turn() if self._templates else ""
         """The control token that the template puts behind an answer, as text; empty if there is none."""
+        self.silent_ids = frozenset([*special, *self.stop_ids, *self._id_of(self._names.get("eos_token", ""))])
+        """Tokens that are no text: special ones, and those that end an answer."""
 
     @property
     def stop_ids(self) -> list[int]:
         """Tokens that end an answer, beside the model's end of sequence."""
         return self._id_of(self.end_of_turn)
-
-    @property
-    def silent_ids(self) -> frozenset[int]:
-        """Tokens that end an answer and are no text, even where the tokenizer does not call them special."""
-        return frozenset(self.stop_ids + self._id_of(self._names.get("eos_token", "")))
 
     def _id_of(self, text: str) -> list[int]:
         found = self.tokenizer.token_to_id(text) if text else None
@@ -95,7 +98,7 @@ class ChatFormat:
         faults = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
         with translated(faults, UserError, lambda error: f"messages: the chat template cannot render them: {error}"):
             return template.render(
-                **(options or {}),
+                **self._broken(options or {}),
                 **self._names,
                 messages=self._broken(messages),
                 tools=self._broken(tools) or None,
@@ -129,17 +132,24 @@ class ChatFormat:
 
     def _broken(self, said: Any) -> Any:
         if isinstance(said, str):
-            return self._control.sub(lambda token: token[0][0] + BREAK + token[0][1:], said.replace(BREAK, ""))
+            text = self._any_control.sub(lambda token: token[0][0] + BREAK + token[0][1:], said.replace(BREAK, ""))
+            # Another text, which the template puts behind this one, may go on with it
+            begun = self._any_begun.search(text, max(0, len(text) - self._longest_control))
+            return text if begun is None else text[: begun.start() + 1] + BREAK + text[begun.start() + 1 :]
         if isinstance(said, Mapping):
-            return {key: self._broken(value) for key, value in said.items()}
+            return {self._broken(key): self._broken(value) for key, value in said.items()}
         return [self._broken(part) for part in said] if isinstance(said, list | tuple) else said
 
-    def _end_of_turn(self, control: Iterable[str]) -> str:
+    def _end_of_turn(self) -> str:
         asked = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _SAID}]
         with suppress(UserError):  # a template that is made for another conversation
             tail = self.render(asked, add_generation_prompt=False).partition(_SAID)[2]
-            return max((token for token in control if tail.startswith(token)), key=len, default="")
+            return max((token for token in self._control if tail.startswith(token)), key=len, default="")
         return ""
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
 def _file(source: str, name: str) -> Path | None:

@@ -7,6 +7,8 @@ from tokenizers.decoders import DecodeStream
 
 _INVALID_PREFIX = "Invalid prefix encountered"
 """Prefix of `DecodeStream`'s error when later tokens change text that it has given out."""
+_MOST_UNREAD = 32
+"""Tokens that wait for the rest of a character. `DecodeStream` decodes all of them again at each token."""
 
 
 class TextStream:
@@ -35,15 +37,29 @@ class TextStream:
             text = self._begin_anew()
         if text:
             self.unread.clear()
+        elif len(self.unread) > _MOST_UNREAD:
+            return self._pass_on_invalid()
         return text or ""
 
     def rest(self) -> str:
         """Return the text of the tokens that were still uncertain when the sequence ended."""
-        return self.tokenizer.decode(self.unread, skip_special_tokens=self.skip_special_tokens)
+        return self._decoded(self.unread)
 
     def _begin_anew(self) -> str:
         self.stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
         return "".join(self.stream.step(self.tokenizer, token) or "" for token in self.unread)
+
+    def _pass_on_invalid(self) -> str:
+        """Return the text of so many tokens that they are no character, but for the last, which may begin one."""
+        for end in range(len(self.unread) - 1, len(self.unread) - 5, -1):
+            before, last = self._decoded(self.unread[:end]), self.unread[end:]
+            if before + self._decoded(last) == self.rest():
+                self.unread = last
+                return before + self._begin_anew()
+        return ""
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
 
 
 class AnswerText:

@@ -44,9 +44,12 @@ class ToolCallStream:
         self._form = form
         self._parameters = parameters
         self._text = ""
-        """Text that is not given out yet; behind the opening mark if `_inside`."""
+        """Text that may begin a mark."""
+        self._call: list[str] = []
+        """Text behind the opening mark of a call, if `_inside`."""
         self._inside = False
-        self._space = ""
+        self._space: list[str] = []
+        """White space that waits for more text."""
         self._called = False
 
     def add(self, text: str) -> list[str | ToolCall]:
@@ -60,34 +63,41 @@ class ToolCallStream:
                 break
             before, self._text = self._text[:at], self._text[at + len(mark) :]
             if self._inside:
+                before = "".join([*self._call, before])
+                self._call.clear()
                 found.append(self._read(before) or self._said(_OPEN + before + _CLOSE))
             else:
                 found.append(self._said(before))
             self._inside = not self._inside
-        if not self._inside:
-            certain = len(self._text) - held_back(self._text, [_OPEN])
-            found.append(self._said(self._text[:certain]))
-            self._text = self._text[certain:]
+        certain = len(self._text) - held_back(self._text, [mark])
+        passed, self._text = self._text[:certain], self._text[certain:]
+        if self._inside:
+            self._call.append(passed)
+        else:
+            found.append(self._said(passed))
         return [each for each in found if each]
 
     def end(self) -> list[str | ToolCall]:
         """Return what was held back, when no more text comes."""
-        text = self._said(_OPEN + self._text if self._inside else self._text)
+        text = self._said("".join([_OPEN, *self._call, self._text]) if self._inside else self._text)
         if not self._called:
-            text += self._space
+            text += "".join(self._space)
         return [text] if text else []
 
     def _said(self, text: str) -> str:
         """Return text that is none of a call, without the white space at its end, which waits for more text."""
-        text = self._space + text
         kept = text.rstrip()
-        self._space = text[len(kept) :]
+        if kept:
+            kept = "".join([*self._space, kept])
+            self._space.clear()
+            text = text[len(text.rstrip()) :]
+        self._space.append(text)
         return kept
 
     def _read(self, text: str) -> ToolCall | None:
         call = self._read_json(text) if self._form == "json" else self._read_xml(text)
         if call is not None:
-            self._space, self._called = "", True
+            self._space, self._called = [], True
         return call
 
     def _read_json(self, text: str) -> ToolCall | None:
@@ -99,11 +109,16 @@ class ToolCallStream:
 
     def _read_xml(self, text: str) -> ToolCall | None:
         function = _FUNCTION.fullmatch(text)
-        if function is None or function[1] not in self._parameters or _PARAMETER.sub("", function[2]).strip():
+        if function is None or function[1] not in self._parameters:
             return None
         schemas = self._parameters[function[1]].get("properties")
         types = schemas if isinstance(schemas, Mapping) else {}
-        given = {name: _value(value, types.get(name)) for name, value in _PARAMETER.findall(function[2])}
+        given, end = {}, 0
+        while parameter := _PARAMETER.match(function[2], end):
+            name, value = parameter.groups()
+            given[name], end = _value(value, types.get(name)), parameter.end()
+        if function[2][end:].strip():
+            return None
         return ToolCall(function[1], json.dumps(given, ensure_ascii=False))
 
 

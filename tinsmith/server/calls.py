@@ -39,7 +39,7 @@ from tinsmith.server.samples import StreamedTokens, error_of
 from tinsmith.server.tenants import Caller, require_storage
 from tinsmith.server.trace import perfetto
 from tinsmith.store import ids
-from tinsmith.store.records import REJECTED, NewCommand, Outcome, SamplingSession
+from tinsmith.store.records import REJECTED, NewCommand, Outcome, SamplingSession, Used
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -157,17 +157,18 @@ async def sampling_session(hub: Hub, sampling_session_id: str) -> SamplingSessio
     return await hub.sampling_sessions.find(sampling_session_id)
 
 
-async def start_sample(hub: Hub, caller: Caller, message: Sample, tokens: int, digest: bytes) -> int:
-    """Start a sample of so many `tokens`, whose body has this digest; returns the number of its run.
+async def start_sample(hub: Hub, caller: Caller, message: Sample, tokens: int, in_text: int, digest: bytes) -> int:
+    """Start a sample whose body has this digest; returns the number of its run.
 
-    A repeat starts nothing. Raises UserError if its id belongs to a body of another digest, and BackpressureError
-    beyond a limit.
+    It may use so many `tokens`; so many of its prompt are `in_text`. A repeat starts nothing. Raises UserError if its
+    id belongs to a body of another digest, and BackpressureError beyond a limit.
     """
     request_id, count = message.request_id, message.num_samples
     hub.lifetimes.saw(request_id)
     sample = hub.samples.find(request_id)
     if sample is None:
         sample = hub.samples.add(request_id, count, len(message.payload), message.stream, digest)
+        sample.prompt_tokens = in_text
         try:
             owner = caller.tenant, message.base_model, ids.session_of(request_id)
             await hub.budgets.reserve(request_id, caller, owner, tokens, count)
@@ -218,7 +219,7 @@ async def cancel_sample(hub: Hub, request_id: str) -> None:
 
 # ---- Answers to applications, which are samples whose client waits on one connection
 
-_LOST = "the sample was lost with its engine; send the request again"
+_LOST = "the sample was lost with its engine, or the server stops; send the request again"
 _LOOK_S = 30.0
 """Seconds after which a request that waits looks whether its sample is still there."""
 
@@ -261,12 +262,14 @@ async def answer_tokens(
 
 
 async def give_up_answer(hub: Hub, request_id: str, run: int) -> None:
-    """Forget a sample; cancel it if it runs."""
+    """Forget a sample; cancel it if it runs. What its client has been told of it is metered."""
     sample = hub.samples.find(request_id)
     if sample is None or sample.run != run:
         return
     runs = sample.outcome is None
     if runs:
+        if told := sample.streamed_tokens:
+            hub.budgets.sampled(request_id, vars(Used(prefilled_tokens=sample.prompt_tokens, sampled_tokens=told)))
         hub.take(SampleFailed(request_id, run, "its client went away", "user", gone=False))
     hub.samples.remove(request_id)
     if runs:

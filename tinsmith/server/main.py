@@ -187,6 +187,7 @@ async def _serve(
     http.end()
     beside.end()
     hub.waiters.close()
+    hub.samples.end_streams()
     await hub.engine.stop()
     await http_task
     if beside_task is not None:

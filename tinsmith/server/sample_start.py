@@ -14,6 +14,7 @@ from tinsmith.server.front import Front, comes_from_here, front_of
 from tinsmith.server.sample_checks import ReceivedSample, check_sample
 from tinsmith.store.newest_weights import newest_weights
 from tinsmith.store.shared import require_sampled
+from tinsmith.wire.chunks import TextChunk
 from tinsmith.wire.paths import is_path
 
 _LIVE = "live:"
@@ -96,10 +97,11 @@ async def start_sample(
     """
     front, caller, facts = front_of(request), caller_of(request), weights.facts
     tokens = check_sample(received, facts, front.config.images)
+    in_text = sum(len(chunk.tokens) for chunk in received.request.prompt if isinstance(chunk, TextChunk))
     message = Sample(
         *(request_id, 0, facts.name, weights.weights_id, received.request.num_samples),
         stream=stream,
         payload=received.body,
         tenant=caller.tenant,
     )
-    return await front.ask(calls.start_sample, caller, message, tokens, received.digest)
+    return await front.ask(calls.start_sample, caller, message, tokens, in_text, received.digest)

@@ -82,6 +82,8 @@ class PendingSample:
     digest: bytes = b""
     outcome: SampleDone | SampleFailed | None = None
     """None while it runs."""
+    prompt_tokens: int = 0
+    """Those of its text alone."""
     accepted_at: float = field(default_factory=time.monotonic, init=False)
     """Monotonic time."""
     finished_bytes: int = field(default=0, init=False)
@@ -95,6 +97,11 @@ class PendingSample:
                 f"and now with one of digest {digest.hex()[:12]}: "
                 "give every sample of a sampling session a seq_id of its own, and repeat one unchanged"
             )
+
+    @property
+    def streamed_tokens(self) -> int:
+        """Number of tokens that could be followed so far."""
+        return 0 if self.stream is None else sum(len(event.tokens) for event in self.stream.events)
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -220,7 +227,7 @@ class SampleBook:
         sample.finished_bytes = len(outcome.payload) if isinstance(outcome, SampleDone) else len(outcome.error)
         if sample.stream is not None:
             sample.stream.end()
-            sample.finished_bytes += _BYTES_PER_TOKEN * sum(len(event.tokens) for event in sample.stream.events)
+            sample.finished_bytes += _BYTES_PER_TOKEN * sample.streamed_tokens
         self._count_finished(sample, 1)
         self._unfetched[sample.request_id] = time.monotonic() + self._ttl_s
         self._drop_over_limit(sample)
@@ -232,6 +239,12 @@ class SampleBook:
         for key in lost:
             self.remove(key)
         return lost
+
+    def end_streams(self) -> None:
+        """Break off what is followed: the server stops."""
+        for sample in self._samples.values():
+            if sample.stream is not None:
+                sample.stream.end()
 
     def end_session(self, session_id: str) -> list[str]:
         gone = [key for key in self._samples if ids.session_of(key) == session_id]

@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from tinsmith.chat.template import RESERVED, ChatFormat
+from tinsmith.chat.template import BREAK, RESERVED, ChatFormat
 from tinsmith.errors import ParameterError, TinsmithError
 from tinsmith.protocol.serving import SampleDone
 from tinsmith.server import calls
@@ -142,10 +142,10 @@ async def chat_completions(request: Request) -> Response:
             f"tools: the chat template of {weights.facts.name} has none, or its calls have a form that is not known "
             "here; describe them in a message"
         )
-    messages, images = asked.conversation()
     # Beside the event loop, unless it is soon done
-    size = int(request.headers.get("content-length", SMALL_BYTES + 1))
-    chunks = await _beside(size, _chunks, model, messages, images, tools, options)
+    is_plain = "content-encoding" not in request.headers
+    size = int(request.headers.get("content-length", SMALL_BYTES + 1)) if is_plain else SMALL_BYTES + 1
+    chunks = await _beside(size, _chunks, model, asked, tools, weights.facts.max_context)
     stop: list[str] | list[int] = model.stop_ids
     if asked.stops:
         stop = asked.stops + ([model.end_of_turn] if model.end_of_turn else [])
@@ -165,7 +165,11 @@ async def completions(request: Request) -> Response:
     weights = await weights_named(request, asked.model)
     model = await front.applications.format_of(weights.facts)
     prompt = asked.prompted
-    tokens = await _beside(len(prompt), model.encode, prompt) if isinstance(prompt, str) else prompt
+    if isinstance(prompt, str):
+        _check_length("prompt", prompt, model, weights.facts.max_context)
+        tokens = await _beside(len(prompt), model.encode, prompt)
+    else:
+        tokens = prompt
     chunks = [{"type": "encoded_text", "tokens": tokens}]
     prompted = Prompted(
         asked, weights, model, chunks, asked.stops or None, asked.logprobs or 0, asked.logprobs is not None, {}
@@ -174,19 +178,28 @@ async def completions(request: Request) -> Response:
 
 
 def _chunks(
-    model: ChatFormat,
-    messages: Sequence[Mapping[str, Any]],
-    images: Sequence[tuple[str, str]],
-    tools: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
+    model: ChatFormat, asked: ChatRequest, tools: Sequence[Mapping[str, Any]], context: int
 ) -> list[dict[str, Any]]:
     """The prompt of a conversation as asample takes it."""
-    first, *others = model.pieces(model.render(messages, tools, options), len(images))
+    if len(asked.messages) > context:
+        raise ParameterError(f"messages: these are {len(asked.messages)}, and the context has {context} tokens")
+    messages, images = asked.conversation()
+    text = model.render(messages, tools, asked.chat_template_kwargs)
+    _check_length("messages", text, model, context)
+    first, *others = model.pieces(text, len(images))
     chunks: list[dict[str, Any]] = [{"type": "encoded_text", "tokens": first}]
     for (kind, data), tokens in zip(images, others, strict=True):
         chunks.append({"type": "image", "format": kind, "data": data})
         chunks.append({"type": "encoded_text", "tokens": tokens})
     return chunks
+
+
+def _check_length(name: str, text: str, model: ChatFormat, context: int) -> None:
+    """Raise ParameterError for a text that is too long however it is tokenized, which would take much memory."""
+    if len(text) > context * model.longest_token or text.count(BREAK) > context:
+        raise ParameterError(
+            f"{name}: {len(text)} characters are more than the {context} tokens of the context; shorten them"
+        )
 
 
 async def _beside(size: int, work: Any, *args: Any) -> Any:
@@ -210,7 +223,8 @@ async def _sampled(request: Request, prompted: Prompted) -> Response:
             done = await _unless_gone(request, sample.end())
         finally:
             sample.give_up()
-        return json_reply(form.reply(answers, SampledAnswers.read(done.payload, done.used)))
+        reply: Response = await _beside(len(done.payload), _whole_reply, form, answers, done)
+        return reply
     events = sample.tokens()
     try:
         first = await _unless_gone(request, anext(events))  # an error has its own status until the stream begins
@@ -218,6 +232,10 @@ async def _sampled(request: Request, prompted: Prompted) -> Response:
         sample.give_up()
         raise
     return AnswerStream(sample, _told(request, prompted, form, answers, first, events))
+
+
+def _whole_reply(form: Form, answers: Sequence[GrowingAnswer], done: SampleDone) -> Response:
+    return json_reply(form.reply(answers, SampledAnswers.read(done.payload, done.used)))
 
 
 # ---- waiting for a sample, or following it
