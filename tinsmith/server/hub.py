@@ -13,6 +13,7 @@ from tinsmith.errors import EngineUnavailableError, NotFoundError, UserError
 from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.own_directory import boot_name
 from tinsmith.protocol.serving import (
     Done,
     EndSession,
@@ -121,6 +122,12 @@ def place_of(data_dir: Path) -> str:
     return f"{data_dir.stat().st_ino}:{data_dir.resolve()}"
 
 
+def former_place_of(data_dir: Path) -> str:
+    """The name in earlier versions, for this start of the machine alone: they did not sync kept copies."""
+    found = data_dir.stat()
+    return f"{boot_name()}:{found.st_dev}:{found.st_ino}"
+
+
 _KNOWN_MODELS = 4096
 
 
@@ -154,7 +161,7 @@ class Hub:
         self.queued = QueuedOperations(config.server)
         self._places = private_places(config, data_dir)
         self._data_dir = data_dir
-        self._place = place_of(data_dir)
+        self._place = place_of(data_dir), former_place_of(data_dir)
         self._known_models: LRUCache[str, str] = LRUCache(_KNOWN_MODELS)
         self._ended: dict[str, bool] = {}
         """Ended sessions that the engine does not know of, and whether it is to save their models."""
@@ -212,7 +219,7 @@ class Hub:
     async def engine_absent(self, reason: str) -> int:
         """Give up what the next engine cannot go on with; returns the number of that engine."""
         number = await self.store.write(take_lease, self.config.data_dir)
-        models = await self.store.write(Store.fail_unfinished, reason, self._place)
+        models = await self.store.write(Store.fail_unfinished, reason, *self._place)
         await self.store.write(lambda _: delete_copies_left(self._data_dir, models))
         unfinished = await self.store.read(Store.unfinished)
         self.queued.replace(unfinished)
