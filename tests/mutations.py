@@ -896,6 +896,13 @@ MUTATIONS = (
         ("tests/engine/test_power_loss.py",),
     ),
     Mutation(
+        "an engine waits while its server writes one transaction behind the other",
+        "tinsmith/store/sqlite.py",
+        "_LOOKS_S = 0.0005",
+        "_LOOKS_S = 0.1",
+        ("tests/store/test_store.py",),
+    ),
+    Mutation(
         "a kept copy has its name before its content is on the disk",
         "tinsmith/worker/kept_copies.py",
         "put_in_place(writing, directory)",
