@@ -903,6 +903,13 @@ MUTATIONS = (
         ("tests/store/test_store.py",),
     ),
     Mutation(
+        "the event loop waits for the disk while the journal of samples is shortened",
+        "tinsmith/server/sample_journal.py",
+        "await asyncio.to_thread(self._file.rewriting(self._records()))",
+        "self._file.rewriting(self._records())()",
+        ("tests/server/test_sampling.py",),
+    ),
+    Mutation(
         "a kept copy has its name before its content is on the disk",
         "tinsmith/worker/kept_copies.py",
         "put_in_place(writing, directory)",

@@ -175,8 +175,10 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
 
         A model can be brought back that has a history, whose files are at that place, and that has not ended engines
         again and again. The place may have had a `former` name. All others are lost, with their operations and
-        snapshots; models that were just being made are made anew. Raises StoreUnavailableError if the database's file is gone: the next engine would make a new one
-        beside the one open here.
+        snapshots; models that were just being made are made anew.
+
+        Raises StoreUnavailableError if the database's file is gone: the next engine would make a new one beside the one
+        open here.
         """
         self.require_there()
         with self.writing() as connection:
