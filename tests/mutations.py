@@ -951,6 +951,20 @@ MUTATIONS = (
         ("tests/engine/test_power_loss.py",),
     ),
     Mutation(
+        "an engine waits while its server writes one transaction behind the other",
+        "tinsmith/store/sqlite.py",
+        "_LOOKS_S = 0.0005",
+        "_LOOKS_S = 0.1",
+        ("tests/store/test_store.py",),
+    ),
+    Mutation(
+        "the event loop waits for the disk while the journal of samples is shortened",
+        "tinsmith/server/sample_journal.py",
+        "await asyncio.to_thread(self._file.rewriting(self._records()))",
+        "self._file.rewriting(self._records())()",
+        ("tests/server/test_sampling.py",),
+    ),
+    Mutation(
         "a kept copy has its name before its content is on the disk",
         "tinsmith/worker/kept_copies.py",
         "put_in_place(writing, directory)",

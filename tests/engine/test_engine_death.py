@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.here import Here
+from tests.engine.here import PLACE, Here
 from tests.engine.test_recovery import (
     LENGTHS,
     another,
@@ -260,6 +260,15 @@ def test_models_are_lost_in_a_copy_of_the_data_directory(make: Callable[..., Her
     assert session is not None
     assert session.gone == reason
     assert here.store.histories() == []
+
+
+def test_models_come_back_at_a_place_that_an_earlier_version_gave_another_name(make: Callable[..., Here]) -> None:
+    here = make()
+    step(here, 1)
+    here.settle()
+    here.process.die("signal 9")
+    assert here.store.fail_unfinished("the engine ended", "the name now", PLACE) == {"s:train:a"}
+    assert here.store.fail_unfinished("the engine ended", "the name now") == {"s:train:a"}
 
 
 @pytest.mark.parametrize("steps", [0, 1])

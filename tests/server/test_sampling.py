@@ -9,7 +9,9 @@ stay within their limit.
 
 import asyncio
 import hashlib
+import random
 import resource
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -381,7 +383,7 @@ async def test_what_a_former_server_was_asked_for_is_reported_until_it_was_seen(
     assert SampleJournal(tmp_path).waiting == {}
 
 
-def test_the_journal_of_samples_stays_short_and_ignores_a_record_that_was_cut_off(
+async def test_the_journal_of_samples_stays_short_and_ignores_a_record_that_was_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinsmith.server.sample_journal._SPARE_BYTES", 2**14)
@@ -391,6 +393,7 @@ def test_the_journal_of_samples_stays_short_and_ignores_a_record_that_was_cut_of
         journal.add(f"s:sample:0/{number}")
         for _ in range(2):
             journal.strike(f"s:sample:0/{number}")
+        await journal.settle()
     file = tmp_path / "samples.journal"
     assert file.stat().st_size < 1.1 * 2**14  # all records together have 70 KiB
     with file.open("ab") as half:
@@ -418,6 +421,44 @@ async def test_samples_that_were_acknowledged_are_in_the_journal_after_a_power_c
             waiting = [f"s:sample:0/{number}" for number in range(1, numbers[-1] + 1)]
             assert list(SampleJournal(left).waiting) == waiting
     assert len([*synced]) == 2 + 2 * 2  # and two for each of the journals that were read here
+
+
+async def test_the_journal_of_samples_is_shortened_beside_the_event_loop_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the power fails meanwhile, or clients go away."""
+    monkeypatch.setattr("tinsmith.server.sample_journal._SPARE_BYTES", 0)
+    settled, cuts, threads = set[str](), list[tuple[Path, set[str]]](), set[threading.Thread]()
+    (tmp_path / "data").mkdir()
+
+    def cut() -> None:
+        threads.add(threading.current_thread())
+        disk.cut(tmp_path / "data", left := tmp_path / str(len(cuts)), chance)
+        cuts.append((left, set(settled)))
+
+    async def add(name: str, late_s: float) -> None:
+        await asyncio.sleep(late_s)
+        journal.add(name)
+        await journal.settle()
+        settled.add(name)
+
+    chance = random.Random(0)
+    with recorded() as disk:
+        journal = SampleJournal(tmp_path / "data")
+        disk.before_each = cut
+        for number in range(40):
+            tasks = [asyncio.create_task(add(f"s:sample:{number}/{each}", 0.001 * each)) for each in range(6)]
+            await asyncio.sleep(0.002 * (number % 3))
+            tasks[number % 3].cancel()
+            for _ in range(9):  # those of no sample that is waited for take room
+                journal._file.append({"seen": "s:sample:0/9"})
+            await asyncio.gather(*tasks, return_exceptions=True)
+        disk.before_each = lambda: None
+    assert len(cuts) > 40
+    assert threading.current_thread() not in threads
+    for left, known in cuts:
+        assert known <= SampleJournal(left).waiting.keys()
+    assert settled <= SampleJournal(tmp_path / "data").waiting.keys()
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,13 @@ def test_records_come_out_as_they_went_in(tmp_path: Path) -> None:
         file.append(record)
     assert read(path.read_bytes()) == Content(RECORDS, 0)
     assert file.size == path.stat().st_size
-    file.rewrite(RECORDS[3:])
+    write = file.rewriting(RECORDS[3:])
+    file.append("meanwhile")
+    write()
+    file.append("meanwhile too")
+    file.switch()
     file.append("more")
-    assert read(path.read_bytes()) == Content([*RECORDS[3:], "more"], 0)
+    assert read(path.read_bytes()) == Content([*RECORDS[3:], "meanwhile", "meanwhile too", "more"], 0)
     assert file.size == path.stat().st_size > file.rewritten_size
     assert list(tmp_path.iterdir()) == [path]
     assert read(b"") == Content([], 0)

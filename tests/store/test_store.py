@@ -3,10 +3,13 @@
 Invariant: A database of an older schema is migrated or left as it was; one of a newer or unreleased schema is refused.
 """
 
+import random
 import shutil
 import sqlite3
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from importlib.resources import as_file, files
@@ -234,6 +237,29 @@ def test_a_checkpoint_whose_row_was_not_taken_is_added_again_with_the_same_files
     store.put_checkpoint(row)  # the answer to the former was lost
     assert store.require_checkpoint("tinker://m/weights/a") == replace(row, public=True)
     assert (store.known_directories(), store.discarded_directories()) == ({"d"}, [])
+
+
+@pytest.mark.usefixtures("database")
+def test_a_process_that_hardly_pauses_between_writes_keeps_no_other_from_writing(tmp_path: Path) -> None:
+    """As a server to which many clients submit does, on a slow disk; an engine has outcomes to record meanwhile."""
+    store, busy = Store.open(tmp_path, busy_s=1.0), Store.open(tmp_path)
+    over, chance = threading.Event(), random.Random(0)
+
+    def write() -> None:
+        while not over.is_set():
+            with busy.writing():
+                time.sleep(chance.uniform(0.05, 0.1))
+            time.sleep(0.002)
+
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(write)
+        try:
+            for number in range(12):
+                store.create_session(f"s{number}", DESCRIPTION)
+                time.sleep(0.01)  # so that the next one has to wait too
+        finally:
+            over.set()
+        writing.result()
 
 
 def test_a_database_of_the_first_release_becomes_one_of_today(tmp_path: Path) -> None:

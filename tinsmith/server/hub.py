@@ -7,6 +7,7 @@ from typing import Literal
 from tinsmith.config import Config
 from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.own_directory import boot_name
 from tinsmith.protocol.serving import (
     Done,
     EndSession,
@@ -46,6 +47,12 @@ def place_of(data_dir: Path) -> str:
     return f"{data_dir.stat().st_ino}:{data_dir.resolve()}"
 
 
+def former_place_of(data_dir: Path) -> str:
+    """The name in earlier versions, for this start of the machine alone: they did not sync kept copies."""
+    found = data_dir.stat()
+    return f"{boot_name()}:{found.st_dev}:{found.st_ino}"
+
+
 class Hub:
     """The state of a running server."""
 
@@ -73,7 +80,7 @@ class Hub:
         self.exporter = Exporter(endpoint) if endpoint else None
         self.queued = QueuedOperations(config.server)
         self._data_dir = data_dir
-        self._place = place_of(data_dir)
+        self._place = place_of(data_dir), former_place_of(data_dir)
         self._ended: dict[str, bool] = {}
         """Ended sessions that the engine does not know of, and whether it is to save their models."""
 
@@ -130,7 +137,7 @@ class Hub:
     async def engine_absent(self, reason: str) -> int:
         """Give up what the next engine cannot go on with; returns the number of that engine."""
         number = await self.store.write(take_lease, self.config.data_dir)
-        models = await self.store.write(Store.fail_unfinished, reason, self._place)
+        models = await self.store.write(Store.fail_unfinished, reason, *self._place)
         await self.store.write(lambda _: delete_copies_left(self._data_dir, models))
         unfinished = await self.store.read(Store.unfinished)
         self.queued.replace(unfinished)

@@ -51,17 +51,20 @@ class SampleJournal:
             self._file.append({"waits": request_id})
         self.waiting[request_id] = None
         self._added += 1
-        self._shorten()
 
     async def settle(self) -> None:
         """Return when all samples added before survive a power cut. Raises StoreUnavailableError."""
-        wanted = self._added
+        # Shielded: if its client goes away, nobody else may touch the file before the thread has ended
+        await asyncio.shield(self._settle(self._added))
+
+    async def _settle(self, wanted: int) -> None:
         async with self._turn:
             if self._synced < wanted:
                 added = self._added
                 with _available():
                     await asyncio.to_thread(self._file.syncing())
                 self._synced = added
+                await self._shorten()
 
     def strike(self, request_id: str) -> None:
         """Forget a sample: its client has seen its end, or will never ask."""
@@ -70,7 +73,6 @@ class SampleJournal:
             # A later server may ask its client to send it again
             with self._warning(f"the end of sample {request_id} is not noted"):
                 self._file.append({"seen": request_id})
-            self._shorten()
 
     def _read(self) -> None:
         content = append_file.read(self._path.read_bytes())
@@ -100,10 +102,11 @@ class SampleJournal:
             del self.waiting[request_id]
         return [{"waits": request_id} for request_id in self.waiting]
 
-    def _shorten(self) -> None:
+    async def _shorten(self) -> None:
         if self._file.size > 2 * self._file.rewritten_size + _SPARE_BYTES:
             with self._warning("it is not shortened"):
-                self._file.rewrite(self._records())
+                await asyncio.to_thread(self._file.rewriting(self._records()))
+                self._file.switch()
 
     def _warning(self, what: str) -> AbstractContextManager[None]:
         return reported(OSError, partial(log.warning, "%s: %s: %s", self._path, what))

@@ -11,13 +11,14 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from tinsmith.store.disk import renamed
+from tinsmith.store.disk import sync
 
 _MARK = b"\xf1TR\x01"
 """No JSON in UTF-8 holds the byte 0xF1 before a T."""
@@ -38,42 +39,83 @@ class AppendFile:
     def __init__(self, path: Path, records: Iterable[Any]) -> None:
         """Replace the file by one with these records, in one step. Raises OSError."""
         self._path = path
+        self._new = path.with_suffix(".new")
         self._file = -1
-        self.rewrite(records)
+        self._behind = bytearray()
+        """What was appended since `rewriting`."""
+        self._is_named = False
+        """Whether the file's name survives a power cut."""
+        self.rewriting(records)()
+        self.switch()
+        sync(path.parent)
+        self._is_named = True
 
     def append(self, record: Any) -> None:
         """Add a record. Raises OSError, and then has changed nothing."""
         content = encode(record)
-        written = os.write(self._file, content)
-        if written < len(content):  # a disk takes the part that it has room for
+        try:
+            _write_all(self._file, content, self._path)
+        except OSError:
             os.ftruncate(self._file, self.size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        self.size += written
+            raise
+        self.size += len(content)
+        self._behind += content
 
     def syncing(self) -> Callable[[], None]:
-        """A function, for a thread, that syncs what has been appended until now. It raises OSError."""
+        """A function, for a thread, that syncs what has been appended until now. It raises OSError.
+
+        It has to end before `switch` is called.
+        """
         descriptor = os.dup(self._file)
 
-        def sync() -> None:
+        def synced() -> None:
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+            if not self._is_named:
+                sync(self._path.parent)
+                self._is_named = True
 
-        return sync
+        return synced
 
-    def rewrite(self, records: Iterable[Any]) -> None:
-        """Replace all records. Raises OSError, and then has changed nothing."""
-        temporary = self._path.with_suffix(".new")
+    def rewriting(self, records: Iterable[Any]) -> Callable[[], None]:
+        """A function, for a thread, that writes these records to a new file. It raises OSError. Then call `switch`."""
         content = b"".join(map(encode, records))
-        temporary.unlink(missing_ok=True)  # it may be a link
-        with renamed(temporary, self._path):
-            temporary.write_bytes(content)
-            file = os.open(temporary, os.O_WRONLY | os.O_APPEND)
+        self._behind.clear()
+
+        def write() -> None:
+            self._new.unlink(missing_ok=True)  # it may be a link
+            with ExitStack() as undo:
+                undo.callback(self._new.unlink, missing_ok=True)
+                self._new.write_bytes(content)
+                sync(self._new)
+                undo.pop_all()
+
+        return write
+
+    def switch(self) -> None:
+        """Replace all records by those of `rewriting` and what was appended since.
+
+        Raises OSError, and then has changed nothing.
+        """
+        with ExitStack() as undo:
+            file = os.open(self._new, os.O_WRONLY | os.O_APPEND)
+            undo.callback(os.close, file)
+            undo.callback(self._new.unlink)
+            _write_all(file, self._behind, self._new)
+            self._new.rename(self._path)
+            undo.pop_all()
         if self._file >= 0:
             os.close(self._file)
-        self._file = file
-        self.size = self.rewritten_size = len(content)
+        self._file, self._is_named = file, False
+        self.size = self.rewritten_size = os.fstat(file).st_size
+
+
+def _write_all(file: int, content: bytes | bytearray, path: Path) -> None:
+    """Raise OSError if a disk takes a part only, for which it has room."""
+    if os.write(file, content) < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def encode(record: Any) -> bytes:

@@ -515,9 +515,9 @@ def used(connection: Connection) -> set[bytes]:
     return set(connection.execute(_USED).scalars())
 
 
-def fail_unfinished(connection: Connection, reason: str, place: str, now: float, keep: bool) -> set[str]:
+def fail_unfinished(connection: Connection, reason: str, place: str, former: str, now: float, keep: bool) -> set[str]:
     """Lose what cannot come back, as `Store.fail_unfinished`; returns the models that can."""
-    comebacks = histories.keep_only(connection, place)
+    comebacks = histories.keep_only(connection, (place, former))
     if comebacks is None:
         comebacks, reason = {}, f"{reason}, and the data directory was moved or copied"
     never_begun = set(connection.execute(_NEVER_BEGUN).scalars())

@@ -7,7 +7,7 @@ Which engine may write is the business of `fence.py`; here it is counted how oft
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select, update
@@ -118,14 +118,16 @@ def events(connection: Connection, model_id: str) -> dict[int, dict[str, Any]]:
 # ---- Engines
 
 
-def keep_only(connection: Connection, place: str) -> dict[str, int] | None:
+def keep_only(connection: Connection, names: Collection[str]) -> dict[str, int] | None:
     """Forget the histories of models that have ended, and return `living`; forget all if they are of another place.
+
+    `names` are those of this place.
 
     None if some were.
     """
     newest = select(engine_starts.c.place).where(engine_starts.c.number == _NEWEST.scalar_subquery())
     kept = living(connection)
-    is_here = not kept or connection.execute(newest).scalar() == place
+    is_here = not kept or connection.execute(newest).scalar() in names
     every = connection.execute(select(histories.c.model_id)).scalars().all()
     forget(connection, [model_id for model_id in every if not is_here or model_id not in kept])
     return kept if is_here else None

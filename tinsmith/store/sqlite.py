@@ -14,6 +14,7 @@ they let checkpoints be written, which `tinsmith recover` finds.
 import json
 import shlex
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", f"journal_size_limit={64 * 2
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
 """Only an empty file can be told to give back deleted space (`give_back_space`)."""
 _BESIDE = ("-wal", "-shm")
+_LOOKS_S = 0.0005
+"""Seconds until a transaction looks again for the lock that another one has."""
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Primary error codes of SQLite for a damaged file."""
 
@@ -233,7 +236,7 @@ def _engine(
     # A connection would make a new file in the place of one that is gone
     event.listen(engine, "do_connect", require_there)
     event.listen(engine, "connect", prepare)
-    event.listen(engine, "begin", _begin)
+    event.listen(engine, "begin", partial(_begin, busy_s=busy_s))
     event.listen(engine, "handle_error", name_trouble)
     return engine
 
@@ -264,11 +267,39 @@ def check_available(error: BaseException) -> None:
         ) from error
 
 
-def _begin(connection: Connection) -> None:
+def _begin(connection: Connection, busy_s: float) -> None:
     driver = connection.connection.driver_connection
     assert driver is not None
     try:  # not `available`: a transaction begins here thousands of times a second
-        driver.execute("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
+        if connection.get_execution_options().get("write"):
+            _lock(driver, busy_s)
+        else:
+            driver.execute("BEGIN")
     except sqlite3.Error as error:
         check_available(error)
         raise
+
+
+def _lock(driver: sqlite3.Connection, busy_s: float) -> None:
+    """Begin to write, and wait for our turn.
+
+    SQLite alone would look every 100 ms. A process that writes one transaction behind the other, each of which waits
+    for the disk, would keep the others out.
+    """
+    deadline = time.monotonic() + busy_s
+    driver.execute("PRAGMA busy_timeout = 0")
+    try:
+        while not _has_begun(driver, is_last=time.monotonic() >= deadline):
+            time.sleep(_LOOKS_S)
+    finally:
+        driver.execute(f"PRAGMA busy_timeout = {int(1000 * busy_s)}")
+
+
+def _has_begun(driver: sqlite3.Connection, is_last: bool) -> bool:
+    """Try to begin to write. Raises sqlite3.Error, but while another writes only for the last attempt."""
+    try:
+        driver.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        if is_last or error.sqlite_errorcode & 0xFF not in _LOCKED:
+            raise
+    return driver.in_transaction

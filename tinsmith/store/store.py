@@ -170,17 +170,19 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         self.delete_unused_blobs(digests)
         return forgotten
 
-    def fail_unfinished(self, reason: str, place: str = "") -> set[str]:
+    def fail_unfinished(self, reason: str, place: str = "", former: str = "") -> set[str]:
         """Give up what the next engine, at this `place`, cannot bring back; returns the models that it can.
 
         A model can be brought back that has a history, whose files are at that place, and that has not ended engines
-        again and again. All others are lost, with their operations and snapshots; models that were just being made are
-        made anew. Raises StoreUnavailableError if the database's file is gone: the next engine would make a new one
-        beside the one open here.
+        again and again. The place may have had a `former` name. All others are lost, with their operations and
+        snapshots; models that were just being made are made anew.
+
+        Raises StoreUnavailableError if the database's file is gone: the next engine would make a new one beside the one
+        open here.
         """
         self.require_there()
         with self.writing() as connection:
-            left = commands.fail_unfinished(connection, reason, place, time.time(), keep=self._keep_bytes > 0)
+            left = commands.fail_unfinished(connection, reason, place, former, time.time(), keep=self._keep_bytes > 0)
         self._drop_kept()
         self.sweep_blobs()
         return left
