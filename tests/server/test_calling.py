@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,6 +16,7 @@ from tests.server.serving import Served
 from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError
 from tinsmith.server.calling import HubAnswers, HubAtDistance
 from tinsmith.server.hub import Hub
+from tinsmith.wire.inspection import LimitError, RequestKey
 
 
 @asynccontextmanager
@@ -52,6 +53,24 @@ async def test_results_come_whole_and_as_they_are_ready(server: Served) -> None:
         assert answering.heard
         assert not slow.done()
         slow.cancel()
+
+
+def every_error(kind: type[TinsmithError] = TinsmithError) -> Iterator[type[TinsmithError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from every_error(below)
+
+
+async def test_errors_of_every_class_come_as_they_are(server: Served) -> None:
+    """With all their words: one whose middle was left out already loses no more."""
+    async with at_distance(server.hub) as (ask, _):
+        for kind in set(every_error()):
+            error = LimitError("m" * 5000, RequestKey("a", 3)) if kind is LimitError else kind("m" * 5000)
+            with pytest.raises(kind) as raised:
+                await ask(refuse, error)
+            assert type(raised.value) is kind
+            assert str(raised.value) == str(error)
+            assert vars(raised.value) == vars(error)
 
 
 async def test_errors_are_those_of_the_hub(server: Served, caplog: pytest.LogCaptureFixture) -> None:
