@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import orjson
+
 from tinsmith.errors import BackpressureError, NotFoundError, StoreUnavailableError, TinsmithError, UserError, reported
 from tinsmith.observing.metrics import (
     ENGINE_READY,
@@ -66,8 +68,8 @@ async def until_stop(hub: Hub) -> None:
     await hub.stopping.wait()
 
 
-async def base_models_beside(hub: Hub, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The base models, as soon as they are others than those `known`."""
+async def base_models_beside(hub: Hub, known: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The base models, as soon as they are others than those `known`; with None at once."""
     return await hub.base_models.others_than(known)
 
 
@@ -226,6 +228,10 @@ async def wait_for(hub: Hub, request_id: str) -> Outcome | SampleDone | SampleFa
     return ended
 
 
+WAITS: frozenset[Callable[..., Any]] = frozenset({until_stop, base_models_beside, wait_for})
+"""Calls that change nothing while they wait: they are given up with the process that has made them."""
+
+
 def _long_poll_s(hub: Hub) -> float:
     """Seconds for one poll to wait."""
     return hub.config.server.long_poll_s * random.uniform(_SHORTEST, 1.0)
@@ -320,7 +326,7 @@ async def metrics(hub: Hub) -> bytes:
     return hub.activity.text()
 
 
-async def trace(hub: Hub, seconds: float) -> dict[str, Any]:
-    """What all processes did in the last seconds, for ui.perfetto.dev."""
+async def trace(hub: Hub, seconds: float) -> bytes:
+    """What all processes did in the last seconds, as JSON for ui.perfetto.dev: to pickle it would take long."""
     spans = hub.trace.since(seconds)
-    return await asyncio.to_thread(perfetto, spans)
+    return await asyncio.to_thread(lambda: orjson.dumps(perfetto(spans)))
