@@ -1314,10 +1314,17 @@ MUTATIONS = (
         ("tests/server/test_calling.py",),
     ),
     Mutation(
+        "what an ended HTTP server waited for waits on",
+        "tinsmith/server/calling.py",
+        "            waiting.cancel()\n",
+        "            pass\n",
+        ("tests/server/test_calling.py",),
+    ),
+    Mutation(
         "an HTTP server outlives its hub and keeps the port",
         "tinsmith/server/http_process.py",
-        "(ask.lost.wait(), follow_base_models(), show_life())",
-        "(follow_base_models(), show_life())",
+        "ending = asyncio.create_task(end_with_hub())",
+        "ending = asyncio.create_task(asyncio.Event().wait())",
         ("tests/acceptance/test_http_servers.py::test_http_servers_outlive_the_engine_and_end_with_the_server",),
     ),
     Mutation(

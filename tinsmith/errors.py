@@ -27,6 +27,14 @@ class TinsmithError(Exception):
         """A long message loses its middle: it begins with the field and ends with the remedy."""
         super().__init__(shortened(message))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Come out of a pickle as it is: `__init__` would shorten a message again, and other classes take more."""
+        return _as_it_was, (type(self), self.args), vars(self)
+
+
+def _as_it_was(kind: type[TinsmithError], args: tuple[Any, ...]) -> TinsmithError:
+    return kind.__new__(kind, *args)
+
 
 def shortened(message: str, most: int = _MAX_MESSAGE) -> str:
     """A message without its middle, if it has more than `most` characters."""

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event
@@ -290,3 +290,21 @@ def test_limits_of_a_tenant_hold_over_all_http_servers(text_only: list[str], tmp
         deadline = time.monotonic() + START_S
         while {http.get("get_server_capabilities").status_code for http in clients} != {401}:
             assert time.monotonic() < deadline
+
+
+def test_one_that_is_started_again_answers_nothing_before_it_knows_the_base_models(
+    text_only: list[str], tmp_path: Path
+) -> None:
+    """Here the server that could tell it is stopped: a client waits, and is not refused."""
+    with ready(tmp_path, *text_only, "--http-servers", "2") as server, server.client() as http:
+        old = server.http_pids(2)
+        for pid in old:
+            os.kill(pid, signal.SIGKILL)
+        while set(server.http_pids(2)) & set(old):
+            time.sleep(0.01)
+        os.kill(server.pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(http.get, "get_server_capabilities")
+            assert not wait([asked], timeout=5).done
+            os.kill(server.pid, signal.SIGCONT)
+            assert [each["model_name"] for each in asked.result().json()["supported_models"]] == ["text"]

@@ -7,15 +7,17 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from tests.server.serving import Served
 from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError
+from tinsmith.server import calls
 from tinsmith.server.calling import HubAnswers, HubAtDistance
 from tinsmith.server.hub import Hub
+from tinsmith.wire.inspection import LimitError, RequestKey
 
 
 @asynccontextmanager
@@ -47,11 +49,29 @@ async def test_results_come_whole_and_as_they_are_ready(server: Served) -> None:
     async with at_distance(server.hub) as (ask, answering):
         assert not answering.heard
         slow = asyncio.create_task(ask(after, 60.0, b""))
-        calls = [ask(after, 0.0, content) for content in contents * 20]
-        assert await asyncio.gather(*calls) == [(content, 1) for content in contents * 20]
+        fast = [ask(after, 0.0, content) for content in contents * 20]
+        assert await asyncio.gather(*fast) == [(content, 1) for content in contents * 20]
         assert answering.heard
         assert not slow.done()
         slow.cancel()
+
+
+def every_error(kind: type[TinsmithError] = TinsmithError) -> Iterator[type[TinsmithError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from every_error(below)
+
+
+async def test_errors_of_every_class_come_as_they_are(server: Served) -> None:
+    """With all their words: one whose middle was left out already loses no more."""
+    async with at_distance(server.hub) as (ask, _):
+        for kind in set(every_error()):
+            error = LimitError("m" * 5000, RequestKey("a", 3)) if kind is LimitError else kind("m" * 5000)
+            with pytest.raises(kind) as raised:
+                await ask(refuse, error)
+            assert type(raised.value) is kind
+            assert str(raised.value) == str(error)
+            assert vars(raised.value) == vars(error)
 
 
 async def test_errors_are_those_of_the_hub(server: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -65,3 +85,27 @@ async def test_errors_are_those_of_the_hub(server: Served, caplog: pytest.LogCap
             await ask(refuse, KeyError("a fault of ours"))
         assert "a fault of ours" in caplog.text
         assert await ask(after, 0.0, b"more") == (b"more", 1)
+
+
+async def begin_later(hub: Hub) -> None:
+    await asyncio.sleep(0.1)
+    hub.lifetimes.began("late")
+
+
+async def test_nothing_waits_on_for_an_http_server_that_has_ended(server: Served) -> None:
+    """What it only waited for is given up, so that no result is taken for fetched; what it has begun is done."""
+    body = {"model_id": await server.new_model(), "seq_id": 5, "adam_params": {}}
+    request_id = (await server.answer("optim_step", body))["request_id"]
+    before = asyncio.all_tasks()
+    async with at_distance(server.hub) as (ask, _):
+        known = await ask(calls.base_models_beside, None)
+        waits = ask(calls.until_stop), ask(calls.base_models_beside, known), ask(calls.wait_for, request_id)
+        asked = [asyncio.create_task(each) for each in (*waits, ask(begin_later))]
+        await ask(after, 0.0, b"")
+        assert server.hub.waiters.count == 1
+    for each in asked:
+        each.cancel()
+    _, going_on = await asyncio.wait(asyncio.all_tasks() - before, timeout=10)
+    assert not going_on
+    assert server.hub.waiters.count == 0
+    assert await server.hub.lifetimes.is_open("late")

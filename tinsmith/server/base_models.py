@@ -24,7 +24,7 @@ class BaseModels:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def others_than(self, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def others_than(self, known: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """Wait until they are others than `known`, and return them as `replace` takes them."""
         while (models := [facts.to_dict() for facts in self._by_name.values()]) == known:
             await self._changed.wait()

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from tinsmith.errors import TinsmithError
+from tinsmith.server.calls import WAITS
 from tinsmith.server.hub import Hub
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class HubAnswers:
         self._hub = hub
         self._frames = _Frames(self._take)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waits: set[asyncio.Task[None]] = set()
         self.heard = False
         """Whether a call came since this was last set to False."""
 
@@ -129,14 +131,17 @@ class HubAnswers:
         await asyncio.get_running_loop().create_unix_connection(lambda: self._frames, sock=ours)
 
     def close(self) -> None:
-        """Answer nothing more. What was asked before is still done."""
+        """Answer nothing more. What was asked before is still done, but for what only waits."""
         self._frames.close()
+        for waiting in self._waits:
+            waiting.cancel()
 
     def _take(self, call: tuple[int, Callable[..., Awaitable[Any]], tuple[Any, ...], dict[str, Any]]) -> None:
         self.heard = True
         task = asyncio.create_task(self._answer(*call))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept = self._waits if call[1] in WAITS else self._tasks
+        kept.add(task)
+        task.add_done_callback(kept.discard)
 
     async def _answer(
         self, number: int, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]

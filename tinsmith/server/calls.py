@@ -9,10 +9,12 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import orjson
 
 from tinsmith.errors import (
     BackpressureError,
@@ -75,8 +77,8 @@ async def until_stop(hub: Hub) -> None:
     await hub.stopping.wait()
 
 
-async def base_models_beside(hub: Hub, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The base models, as soon as they are others than those `known`."""
+async def base_models_beside(hub: Hub, known: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The base models, as soon as they are others than those `known`; with None at once."""
     return await hub.base_models.others_than(known)
 
 
@@ -234,7 +236,8 @@ async def answer_end(hub: Hub, request_id: str, run: int) -> SampleDone:
         return sample.outcome
 
     while True:
-        ended = await hub.waiters.wait_for(request_id, look, _LOOK_S)
+        waiting = hub.waiters.wait_for(request_id, look, _LOOK_S)
+        ended = await _given_up_if_cancelled(hub, request_id, run, waiting)
         if isinstance(ended, SampleDone):
             return ended
         if isinstance(ended, SampleFailed):
@@ -253,12 +256,21 @@ async def answer_tokens(
     sample = hub.samples.find(request_id)
     if sample is None or sample.run != run or sample.stream is None:
         raise EngineUnavailableError(_LOST)
-    events = await sample.stream.after(seen)
+    events = await _given_up_if_cancelled(hub, request_id, run, sample.stream.after(seen))
     if events:
         return events, None
     if isinstance(sample.outcome, SampleDone):
         return [], sample.outcome
     raise EngineUnavailableError(_LOST) if sample.outcome is None else error_of(sample.outcome)
+
+
+async def _given_up_if_cancelled(hub: Hub, request_id: str, run: int, waiting: Awaitable[Result]) -> Result:
+    """Wait for a sample, and give it up if the client goes away, or the HTTP server that asks for it."""
+    try:
+        return await waiting
+    except asyncio.CancelledError:
+        await give_up_answer(hub, request_id, run)
+        raise
 
 
 async def give_up_answer(hub: Hub, request_id: str, run: int) -> None:
@@ -293,6 +305,10 @@ async def wait_for(hub: Hub, request_id: str) -> Outcome | SampleDone | SampleFa
     if isinstance(ended, SampleDone | SampleFailed):
         hub.samples.fetched(request_id)
     return ended
+
+
+WAITS: frozenset[Callable[..., Any]] = frozenset({until_stop, base_models_beside, wait_for, answer_end, answer_tokens})
+"""Calls that change nothing while they wait: they are given up with the process that has made them."""
 
 
 def _long_poll_s(hub: Hub) -> float:
@@ -389,7 +405,7 @@ async def metrics(hub: Hub) -> bytes:
     return hub.activity.text()
 
 
-async def trace(hub: Hub, seconds: float) -> dict[str, Any]:
-    """The spans of all processes in the last seconds, for ui.perfetto.dev."""
+async def trace(hub: Hub, seconds: float) -> bytes:
+    """The spans of all processes in the last seconds, as JSON for ui.perfetto.dev: to pickle them would take long."""
     spans = hub.trace.since(seconds)
-    return await asyncio.to_thread(perfetto, spans)
+    return await asyncio.to_thread(lambda: orjson.dumps(perfetto(spans)))

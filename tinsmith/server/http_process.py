@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import orjson
 import uvloop
@@ -46,28 +46,34 @@ class _ReadHere(AsyncStore):
 async def _serve(config: Config, ours: socket.socket, listener: socket.socket, store: Store) -> None:
     """Serve until the hub says that it stops. The end of the hub ends the process: another server needs the port."""
     ask, base_models = HubAtDistance(), BaseModels()
-    await ask.connect(ours)
     stored = _ReadHere(store, ask)
     front = Front(config, Path(config.data_dir), stored, base_models, ask)
     collect_seldom()
     front.bodies.parser.start()
     http = HttpServer(http_config(create_app(front), config.server))
 
-    async def follow_base_models() -> None:
-        known = await ask(calls.base_models_beside, [])
+    async def end_with_hub() -> None:
+        await ask.lost.wait()
+        os._exit(1)
+
+    async def follow_base_models(known: list[dict[str, Any]]) -> None:
         while True:
-            base_models.replace(known)
             known = await ask(calls.base_models_beside, known)
+            base_models.replace(known)
 
     async def show_life() -> None:
         while True:
             await ask(calls.alive)
             await asyncio.sleep(WATCH_S / 2)
 
+    await ask.connect(ours)
+    ending = asyncio.create_task(end_with_hub())
+    known = await ask(calls.base_models_beside, None)  # no key is refused because a model is not known here yet
+    base_models.replace(known)
     stop = asyncio.create_task(ask(calls.until_stop))
     serving = asyncio.create_task(http.serve([listener]))
-    beside = [asyncio.create_task(each) for each in (ask.lost.wait(), follow_base_models(), show_life())]
-    await asyncio.wait([stop, serving, *beside], return_when=asyncio.FIRST_COMPLETED)
+    beside = [asyncio.create_task(each) for each in (follow_base_models(known), show_life())]
+    await asyncio.wait([stop, serving, ending, *beside], return_when=asyncio.FIRST_COMPLETED)
     if not stop.done():
         os._exit(1)
     http.end()
