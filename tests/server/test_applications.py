@@ -20,9 +20,11 @@ from tests.server.test_tenants import key, speaking
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import CancelSample, Recovering, Sample, SampleDone, SampleEvents, SampleFailed
 from tinsmith.server.engine_process import EngineProcess
+from tinsmith.store import catalog
 from tinsmith.store.keys import add_key
 from tinsmith.store.newest_weights import newest_weights
 from tinsmith.store.records import Outcome, Used
+from tinsmith.store.usage import DAY_S, used_between
 from tinsmith.wire.prompt_scores import PromptAnswers
 from tinsmith.wire.sample import SampledSequence, encode_sample_response
 
@@ -151,6 +153,7 @@ async def test_a_stream_that_breaks_off_ends_in_an_error(engine: Engine) -> None
     endings: list[tuple[Callable[[Sample], None], str]] = [
         (lambda sample: engine.failed(sample, "it is broken"), "it is broken"),
         (lambda sample: engine.server.hub.take(Recovering("")), "lost with its engine"),
+        (lambda _: engine.server.hub.samples.end_streams(), "the server stops"),
     ]
     for break_off, reason in endings:
         coming, sample = await ask(engine, stream=True)
@@ -173,6 +176,34 @@ async def test_a_request_that_is_given_up_cancels_its_sample(engine: Engine) -> 
             assert await engine.told.get() == CancelSample(sample.request_id, sample.run)
         assert engine.server.hub.samples.find(sample.request_id) is None
         assert engine.server.hub.samples.unfinished == (0, None)
+
+
+async def test_what_a_client_was_told_before_it_went_away_is_metered(engine: Engine) -> None:
+    coming, sample = await ask(engine, stream=True)
+    engine.sampled(sample, [40, 41])
+    engine.sampled(sample, [42])
+    await asyncio.sleep(0.1)
+    assert isinstance(coming, asyncio.Future)
+    coming.cancel()
+    async with asyncio.timeout(60):
+        await engine.told.get()
+    await engine.server.hub.budgets.flush()
+    found = used_between(engine.server.store, 0, int(time.time()) + DAY_S)
+    (used,) = (each.used for each in found)
+    prompt = (await engine.server.client.post(CHAT, json=ASKED | {"max_tokens": 60})).json()["error"]["message"]
+    assert f"{used.prefilled_tokens} + 60 > 64" in prompt
+    assert used.sampled_tokens == 3
+
+
+async def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(engine: Engine) -> None:
+    for content in ("a" * 200_000, "<|im_end|>" * 65):
+        asked = ASKED | {"messages": [{"role": "user", "content": content}]}
+        reply = await engine.server.client.post(CHAT, json=asked)
+        assert "are more than the 64 tokens" in error_of(reply, 400, "invalid_request_error")
+    reply = await engine.server.client.post(CHAT, json=ASKED | {"messages": ASKED["messages"] * 65})
+    assert "messages: these are 65" in error_of(reply, 400, "invalid_request_error")
+    reply = await engine.server.client.post("/v1/completions", json={"model": "tiny", "prompt": "a" * 200_000})
+    assert "prompt: 200000 characters" in error_of(reply, 400, "invalid_request_error")
 
 
 async def test_refusals_have_the_form_and_the_status_that_clients_know(
@@ -241,8 +272,11 @@ async def test_the_newest_weights_are_those_that_were_saved_last(server: Served)
     failed = await save(3, path="c")
     server.finish(Outcome(failed, None, None, "no room", "user"))
     assert newest() == sampler
-    server.save(later)
-    server.end(await save(4, path="b"), json.dumps({"path": later}).encode())
+    place = {"directory": server.save(later).directory}
+    saved = await save(4, path="b")
+    server.finish(Outcome(saved, json.dumps({"path": later}).encode(), "json", None, None, place))
     assert newest() == later
     server.store.drop_results(time.time() + 1, 0.0)
     assert newest() == later
+    catalog.delete_checkpoint(server.store, later)
+    assert newest() == later, "older weights take the place of deleted ones"

@@ -76,6 +76,18 @@ def test_several_prompts_are_refused(prompt: Any) -> None:
         parse_completion(json.dumps({"model": "m", "prompt": prompt}).encode())
 
 
+@pytest.mark.parametrize("prompt", [[[10**30]], [[-1]], [10**30]])
+def test_token_ids_that_no_model_has_are_refused(prompt: Any) -> None:
+    with pytest.raises(ParameterError, match="prompt"):
+        parse_completion(json.dumps({"model": "m", "prompt": prompt}).encode())
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_number_of_tokens_that_no_machine_counts_is_refused(name: str) -> None:
+    with pytest.raises(ParameterError, match=f"^{name}: "):
+        chat({"role": "user", "content": "a"}, **{name: 10**20})
+
+
 @pytest.mark.parametrize("number", [128, 129])
 def test_stop_strings_leave_room_for_the_end_of_a_turn(number: int) -> None:
     texts = [f"{place:03}" for place in range(number)]

@@ -268,6 +268,7 @@ async def _serve(
     await asyncio.wait([engine_task, http_task, stop_task, *ready_task], return_when=asyncio.FIRST_COMPLETED)
     http.should_exit = beside.should_exit = True
     hub.waiters.close()
+    hub.samples.end_streams()
     await hub.engine.stop()
     await http_task
     if beside_task is not None:

@@ -14,6 +14,7 @@ from tinsmith.server.samples import PendingSample
 from tinsmith.store import ids
 from tinsmith.store.newest_weights import newest_weights
 from tinsmith.store.shared import require_sampled
+from tinsmith.wire.chunks import TextChunk
 from tinsmith.wire.paths import is_path
 
 _LIVE = "live:"
@@ -97,6 +98,7 @@ async def start_sample(
     hub, caller, facts = hub_of(request), caller_of(request), weights.facts
     tokens, count = check_sample(received, facts, hub.config.images), received.request.num_samples
     sample = hub.samples.add(request_id, count, len(received.body), stream, received.digest)
+    sample.prompt_tokens = sum(len(chunk.tokens) for chunk in received.request.prompt if isinstance(chunk, TextChunk))
     try:
         owner = caller.tenant, facts.name, ids.session_of(request_id)
         await hub.budgets.reserve(request_id, caller, owner, tokens, count)

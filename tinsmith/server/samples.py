@@ -87,6 +87,8 @@ class PendingSample:
     digest: bytes = b""
     outcome: SampleDone | SampleFailed | None = None
     """None while it runs."""
+    prompt_tokens: int = 0
+    """Those of its text alone."""
     accepted_at: float = field(default_factory=time.monotonic, init=False)
     """Monotonic time."""
     finished_bytes: int = field(default=0, init=False)
@@ -100,6 +102,11 @@ class PendingSample:
                 f"and now with one of digest {digest.hex()[:12]}: "
                 "give every sample of a sampling session a seq_id of its own, and repeat one unchanged"
             )
+
+    @property
+    def streamed_tokens(self) -> int:
+        """Number of tokens that could be followed so far."""
+        return 0 if self.stream is None else sum(len(event.tokens) for event in self.stream.events)
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -238,7 +245,7 @@ class SampleBook:
         sample.finished_bytes = len(outcome.payload) if isinstance(outcome, SampleDone) else len(outcome.error)
         if sample.stream is not None:
             sample.stream.end()
-            sample.finished_bytes += _BYTES_PER_TOKEN * sum(len(event.tokens) for event in sample.stream.events)
+            sample.finished_bytes += _BYTES_PER_TOKEN * sample.streamed_tokens
         self._count_finished(sample, 1)
         self._unfetched[sample.request_id] = time.monotonic() + self._ttl_s
         self._drop_over_limit(sample)
@@ -250,6 +257,12 @@ class SampleBook:
         for key in lost:
             self.remove(key)
         return lost
+
+    def end_streams(self) -> None:
+        """Break off what is followed: the server stops."""
+        for sample in self._samples.values():
+            if sample.stream is not None:
+                sample.stream.end()
 
     def end_session(self, session_id: str) -> list[str]:
         gone = [key for key in self._samples if ids.session_of(key) == session_id]
@@ -298,7 +311,8 @@ async def _follow(sample: PendingSample, stream: _Stream) -> AsyncIterator[Strea
         raise error_of(sample.outcome)
     if sample.outcome is None:
         raise GoneError(
-            f"sample {sample.request_id} is not known any more: it was lost with its engine, or given up; send it again"
+            f"sample {sample.request_id} does not go on: it was lost with its engine, or given up, "
+            "or the server stops; send it again"
         )
 
 

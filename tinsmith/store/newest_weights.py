@@ -11,7 +11,7 @@ from tinsmith.store.database import Transactions
 from tinsmith.store.schema import checkpoints, commands, sampling_sessions
 
 _SAVE = (
-    select(commands.c.seq_id, commands.c.result)
+    select(commands.c.seq_id, commands.c.result, commands.c.resolved)
     .where(
         commands.c.model_id == bindparam("key"),
         commands.c.kind == "save_weights_for_sampler",
@@ -22,6 +22,9 @@ _SAVE = (
 )
 _SNAPSHOT = select(sampling_sessions.c.sampling_session_id).where(
     sampling_sessions.c.model_id == bindparam("key"), sampling_sessions.c.snapshot_id == bindparam("save")
+)
+_SAVED = select(checkpoints.c.tinker_path).where(
+    checkpoints.c.model_id == bindparam("key"), checkpoints.c.directory == bindparam("directory")
 )
 _CHECKPOINT = (
     select(checkpoints.c.tinker_path)
@@ -45,4 +48,7 @@ def newest_weights(store: Transactions, model_id: str) -> str | None:
                 return str(snapshot)
             if save.result is not None:
                 return str(json.loads(save.result)["path"])
+            # Never an older one where this one was deleted
+            saved = {"key": model_id, "directory": (save.resolved or {}).get("directory")}
+            return connection.execute(_SAVED, saved).scalar()
         return connection.execute(_CHECKPOINT, {"key": model_id, "now": time.time()}).scalar()

@@ -47,6 +47,8 @@ def _check_top_k(value: int | None) -> int | None:
     return None if value in (0, -1) else value
 
 
+_MostTokens: TypeAlias = Annotated[int, Field(ge=1, le=2**63 - 1)]
+_TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 _PENALTY = "the samplers compute no penalties"
 _Zero = Annotated[float | None, _only(0, _PENALTY)]
 _Nothing: TypeAlias = None
@@ -67,7 +69,7 @@ class _Common(StrictModel):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_check_top_k)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
     stop: Annotated[str | list[str] | None, AfterValidator(_check_stop)] = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: _MostTokens | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -198,7 +200,7 @@ class ChatRequest(_Common):
     """A request of chat/completions."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: _MostTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
@@ -299,7 +301,7 @@ def _image(where: str, url: str) -> tuple[str, str]:
 class CompletionRequest(_Common):
     """A request of completions."""
 
-    prompt: str | list[str] | list[Annotated[int, Field(ge=0, lt=2**31)]] | list[list[int]]
+    prompt: str | list[str] | list[_TokenId] | list[list[_TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: Annotated[bool | None, _only(False, "a prompt is not sent back")] = None

@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from tinsmith.chat.template import RESERVED, ChatFormat
+from tinsmith.chat.template import BREAK, RESERVED, ChatFormat
 from tinsmith.errors import (
     EngineUnavailableError,
     ParameterError,
@@ -33,6 +33,7 @@ from tinsmith.server.sample_checks import receive_sample
 from tinsmith.server.sample_start import SampledWeights, require_sampler, start_sample, weights_named
 from tinsmith.server.samples import PendingSample, StreamedTokens, error_of
 from tinsmith.store import catalog, ids
+from tinsmith.store.records import Used
 from tinsmith.wire.chat_requests import ChatRequest, CompletionRequest, parameters_of, parse_chat, parse_completion
 
 log = logging.getLogger(__name__)
@@ -148,10 +149,10 @@ async def chat_completions(request: Request) -> Response:
             f"tools: the chat template of {weights.facts.name} has none, or its calls have a form that is not known "
             "here; describe them in a message"
         )
-    messages, images = asked.conversation()
     # Beside the event loop, unless it is soon done
-    size = int(request.headers.get("content-length", SMALL_BYTES + 1))
-    chunks = await _beside(size, _chunks, model, messages, images, tools, options)
+    is_plain = "content-encoding" not in request.headers
+    size = int(request.headers.get("content-length", SMALL_BYTES + 1)) if is_plain else SMALL_BYTES + 1
+    chunks = await _beside(size, _chunks, model, asked, tools, weights.facts.max_context)
     stop: list[str] | list[int] = model.stop_ids
     if asked.stops:
         stop = asked.stops + ([model.end_of_turn] if model.end_of_turn else [])
@@ -171,7 +172,11 @@ async def completions(request: Request) -> Response:
     weights = await weights_named(request, asked.model)
     model = await hub.applications.format_of(weights.facts)
     prompt = asked.prompted
-    tokens = await _beside(len(prompt), model.encode, prompt) if isinstance(prompt, str) else prompt
+    if isinstance(prompt, str):
+        _check_length("prompt", prompt, model, weights.facts.max_context)
+        tokens = await _beside(len(prompt), model.encode, prompt)
+    else:
+        tokens = prompt
     chunks = [{"type": "encoded_text", "tokens": tokens}]
     prompted = Prompted(
         asked, weights, model, chunks, asked.stops or None, asked.logprobs or 0, asked.logprobs is not None, {}
@@ -180,19 +185,28 @@ async def completions(request: Request) -> Response:
 
 
 def _chunks(
-    model: ChatFormat,
-    messages: Sequence[Mapping[str, Any]],
-    images: Sequence[tuple[str, str]],
-    tools: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
+    model: ChatFormat, asked: ChatRequest, tools: Sequence[Mapping[str, Any]], context: int
 ) -> list[dict[str, Any]]:
     """The prompt of a conversation as asample takes it."""
-    first, *others = model.pieces(model.render(messages, tools, options), len(images))
+    if len(asked.messages) > context:
+        raise ParameterError(f"messages: these are {len(asked.messages)}, and the context has {context} tokens")
+    messages, images = asked.conversation()
+    text = model.render(messages, tools, asked.chat_template_kwargs)
+    _check_length("messages", text, model, context)
+    first, *others = model.pieces(text, len(images))
     chunks: list[dict[str, Any]] = [{"type": "encoded_text", "tokens": first}]
     for (kind, data), tokens in zip(images, others, strict=True):
         chunks.append({"type": "image", "format": kind, "data": data})
         chunks.append({"type": "encoded_text", "tokens": tokens})
     return chunks
+
+
+def _check_length(name: str, text: str, model: ChatFormat, context: int) -> None:
+    """Raise ParameterError for a text that is too long however it is tokenized, which would take much memory."""
+    if len(text) > context * model.longest_token or text.count(BREAK) > context:
+        raise ParameterError(
+            f"{name}: {len(text)} characters are more than the {context} tokens of the context; shorten them"
+        )
 
 
 async def _beside(size: int, work: Any, *args: Any) -> Any:
@@ -215,7 +229,8 @@ async def _sampled(request: Request, prompted: Prompted) -> Response:
             done = await _unless_gone(request, _end_of(hub, sample))
         finally:
             _give_up(hub, sample)
-        return json_reply(form.reply(answers, SampledAnswers.read(done.payload, done.used)))
+        reply: Response = await _beside(len(done.payload), _whole_reply, form, answers, done)
+        return reply
     events = hub.samples.follow(request_id, sample.run)
     try:
         first = await _unless_gone(request, _next(events))  # an error has its own status until the stream begins
@@ -223,6 +238,10 @@ async def _sampled(request: Request, prompted: Prompted) -> Response:
         _give_up(hub, sample)
         raise
     return AnswerStream(hub, sample, _told(request, hub, sample, prompted, form, answers, first, events))
+
+
+def _whole_reply(form: Form, answers: Sequence[GrowingAnswer], done: SampleDone) -> Response:
+    return json_reply(form.reply(answers, SampledAnswers.read(done.payload, done.used)))
 
 
 # ---- waiting for a sample, or following it
@@ -274,10 +293,14 @@ _cancelling: set[asyncio.Task[None]] = set()
 
 
 def _give_up(hub: Hub, sample: PendingSample) -> None:
-    """Forget a sample; cancel it if it runs."""
+    """Forget a sample; cancel it if it runs. What its client has been told of it is metered."""
     if hub.samples.find(sample.request_id) is not sample:
         return
     if sample.outcome is None:
+        if told := sample.streamed_tokens:
+            hub.budgets.sampled(
+                sample.request_id, vars(Used(prefilled_tokens=sample.prompt_tokens, sampled_tokens=told))
+            )
         hub.take(SampleFailed(sample.request_id, sample.run, "its client went away", "user", gone=False))
         task = asyncio.ensure_future(hub.engine.notify(CancelSample(sample.request_id, sample.run)))
         _cancelling.add(task)
