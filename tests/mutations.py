@@ -708,6 +708,13 @@ MUTATIONS = (
         ("tests/server/test_tenants.py::test_a_foreign_id_is_answered_as_one_that_does_not_exist_by_every_route",),
     ),
     Mutation(
+        "an application that leaves before the end has used nothing",
+        "tinsmith/server/calls.py",
+        "if told := sample.streamed_tokens:",
+        "if told := 0:",
+        ("tests/server/test_applications.py::test_what_a_client_was_told_before_it_went_away_is_metered",),
+    ),
+    Mutation(
         "a sample goes on when the application that asked for it has gone",
         "tinsmith/server/calls.py",
         "await hub.engine.notify(CancelSample(request_id, run))",

@@ -85,6 +85,7 @@ async def _serve(config: Config, ours: socket.socket, listener: socket.socket, s
 def main() -> None:
     """Answer HTTP until the server ends."""
     leave_signals_to_server()
+    end_with_parent()
     config = from_tree(orjson.loads(sys.stdin.buffer.read()))
     start_logging("http", config.log_level, config.log_format)
     ours, listener = (socket.socket(fileno=int(each)) for each in sys.argv[1:])
