@@ -17,7 +17,7 @@ import uvloop
 
 from tinsmith.config import Config, from_tree
 from tinsmith.logs import start_logging
-from tinsmith.protocol.child_process import WATCH_S, leave_signals_to_server
+from tinsmith.protocol.child_process import WATCH_S, end_with_parent, leave_signals_to_server
 from tinsmith.server import calls
 from tinsmith.server.app import HttpServer, collect_seldom, create_app, http_config
 from tinsmith.server.async_store import AsyncStore
