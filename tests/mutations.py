@@ -717,8 +717,8 @@ MUTATIONS = (
     Mutation(
         "a sample goes on when the application that asked for it has gone",
         "tinsmith/server/calls.py",
-        "await hub.engine.notify(CancelSample(request_id, run))",
-        "await asyncio.sleep(0)",
+        "cancelling = asyncio.ensure_future(hub.engine.notify(CancelSample(request_id, sample.run)))",
+        "cancelling = asyncio.ensure_future(asyncio.sleep(0))",
         ("tests/server/test_applications.py::test_a_request_that_is_given_up_cancels_its_sample",),
     ),
     Mutation(

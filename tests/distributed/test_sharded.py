@@ -271,13 +271,18 @@ def write(
     assert abs(own - all_bytes / member.count) < slack
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    """The files of a directory."""
-    return {file.name: file.read_bytes() for file in directory.iterdir()}
+def contents(directory: Path) -> dict[str, Any]:
+    """The files of a directory: bytes, or all tensors with their bytes."""
+    return {
+        file.name: {name: (each.shape, each.numpy().tobytes()) for name, each in sorted(load_file(file).items())}
+        if file.suffix == ".safetensors"
+        else file.read_bytes()
+        for file in directory.iterdir()
+    }
 
 
 def assert_files_of_one_worker(member: Member, name: str, optimizer: bool) -> None:
-    """A worker that reads this checkpoint of all weights writes the same files, byte for byte."""
+    """A worker that reads this checkpoint of all weights writes the same files, bit for bit."""
     backend = LocalBackend(member.base("text", device="cpu"), TRAINING)
     backend.restore("one", read_state(member.directory / name, backend.base, optimizer))
     again = member.directory / f"{name} of one, {member.rank}"

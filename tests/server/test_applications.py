@@ -158,7 +158,7 @@ async def test_a_stream_that_breaks_off_ends_in_an_error(engine: Engine) -> None
     for break_off, reason in endings:
         coming, sample = await ask(engine, stream=True)
         engine.sampled(sample, [40])
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
         break_off(sample)
         *_, last = events_of(await coming)
         assert reason in last["error"]["message"]

@@ -517,8 +517,8 @@ async def test_the_tokens_of_a_streamed_sample_are_read_while_it_runs_and_from_i
     sample, silent = hub.samples.add(request_id, 2, 0, stream=True), hub.samples.add("s:sample:0/2", 1, 0)
     run = sample.run
     hub.take(sent(SampleEvents([(request_id, run, 0, [5], [-0.5]), (silent.request_id, silent.run, 0, [9], [-0.9])])))
-    assert await calls.answer_tokens(hub, request_id, run, 0) == ([StreamedTokens(0, [5], [-0.5])], None)
-    waiting = asyncio.ensure_future(calls.answer_tokens(hub, request_id, run, 1))
+    assert await calls.answer_tokens(hub, request_id, 0) == ([StreamedTokens(0, [5], [-0.5])], None)
+    waiting = asyncio.ensure_future(calls.answer_tokens(hub, request_id, 1))
     await asyncio.sleep(0)
     assert not waiting.done()
     hub.take(sent(SampleEvents([(request_id, run, 1, [6, 2], [-0.6, -0.2]), (request_id, run + 100, 0, [1], [-1.0])])))
@@ -526,18 +526,18 @@ async def test_the_tokens_of_a_streamed_sample_are_read_while_it_runs_and_from_i
     ended = SampleDone(request_id, run, b"")
     hub.take(sent(ended))
     hub.take(sent(SampleEvents([(request_id, run, 0, [3], [-0.3])])))  # too late
-    assert await calls.answer_tokens(hub, request_id, run, 2) == ([], ended)
-    events, end = await calls.answer_tokens(hub, request_id, run, 0)
+    assert await calls.answer_tokens(hub, request_id, 2) == ([], ended)
+    events, end = await calls.answer_tokens(hub, request_id, 0)
     assert ([event.tokens for event in events], end) == ([[5], [6, 2]], None)
-    for other, number in ((silent.request_id, silent.run), (request_id, run + 1)):
+    for other in (silent.request_id, "s:sample:0/3"):
         with pytest.raises(EngineUnavailableError, match="send the request again"):
-            await calls.answer_tokens(hub, other, number, 0)
+            await calls.answer_tokens(hub, other, 0)
 
 
 async def test_what_ends_a_streamed_sample_ends_its_readers(server: Served) -> None:
     hub, book = server.hub, server.hub.samples
     samples = failing, cancelled, _ = [book.add(f"s:sample:0/{number}", 1, 0, stream=True) for number in range(3)]
-    readers = [asyncio.ensure_future(calls.answer_tokens(hub, each.request_id, each.run, 0)) for each in samples]
+    readers = [asyncio.ensure_future(calls.answer_tokens(hub, each.request_id, 0)) for each in samples]
     await asyncio.sleep(0)
     hub.take(sent(SampleFailed(failing.request_id, failing.run, "no such token", "user", gone=False)))
     book.remove(cancelled.request_id)

@@ -159,8 +159,8 @@ async def sampling_session(hub: Hub, sampling_session_id: str) -> SamplingSessio
     return await hub.sampling_sessions.find(sampling_session_id)
 
 
-async def start_sample(hub: Hub, caller: Caller, message: Sample, tokens: int, in_text: int, digest: bytes) -> int:
-    """Start a sample whose body has this digest; returns the number of its run.
+async def start_sample(hub: Hub, caller: Caller, message: Sample, tokens: int, in_text: int, digest: bytes) -> None:
+    """Start a sample whose body has this digest.
 
     It may use so many `tokens`; so many of its prompt are `in_text`. A repeat starts nothing. Raises UserError if its
     id belongs to a body of another digest, and BackpressureError beyond a limit.
@@ -185,7 +185,8 @@ async def start_sample(hub: Hub, caller: Caller, message: Sample, tokens: int, i
     else:
         sample.check_repeat(digest)
     await hub.sample_reports.settle()
-    return sample.run
+    if hub.samples.find(request_id) is not sample:  # given up before the engine had it
+        await hub.engine.notify(CancelSample(request_id, sample.run))
 
 
 async def reports_after(
@@ -226,18 +227,18 @@ _LOOK_S = 30.0
 """Seconds after which a request that waits looks whether its sample is still there."""
 
 
-async def answer_end(hub: Hub, request_id: str, run: int) -> SampleDone:
+async def answer_end(hub: Hub, request_id: str) -> SampleDone:
     """The end of a sample. Raises its error, or EngineUnavailableError if it is lost."""
 
     async def look() -> SampleDone | SampleFailed | None:
         sample = hub.samples.find(request_id)
-        if sample is None or sample.run != run:
+        if sample is None:
             raise EngineUnavailableError(_LOST)
         return sample.outcome
 
     while True:
         waiting = hub.waiters.wait_for(request_id, look, _LOOK_S)
-        ended = await _given_up_if_cancelled(hub, request_id, run, waiting)
+        ended = await _given_up_if_cancelled(hub, request_id, waiting)
         if isinstance(ended, SampleDone):
             return ended
         if isinstance(ended, SampleFailed):
@@ -246,17 +247,15 @@ async def answer_end(hub: Hub, request_id: str, run: int) -> SampleDone:
             raise EngineUnavailableError("the server stops; send the request again when it is back")
 
 
-async def answer_tokens(
-    hub: Hub, request_id: str, run: int, seen: int
-) -> tuple[Sequence[StreamedTokens], SampleDone | None]:
+async def answer_tokens(hub: Hub, request_id: str, seen: int) -> tuple[Sequence[StreamedTokens], SampleDone | None]:
     """The tokens of a streamed sample behind the `seen` first events, as soon as there are some; and its end.
 
     Raises its error, or EngineUnavailableError if it is lost.
     """
     sample = hub.samples.find(request_id)
-    if sample is None or sample.run != run or sample.stream is None:
+    if sample is None or sample.stream is None:
         raise EngineUnavailableError(_LOST)
-    events = await _given_up_if_cancelled(hub, request_id, run, sample.stream.after(seen))
+    events = await _given_up_if_cancelled(hub, request_id, sample.stream.after(seen))
     if events:
         return events, None
     if isinstance(sample.outcome, SampleDone):
@@ -264,28 +263,37 @@ async def answer_tokens(
     raise EngineUnavailableError(_LOST) if sample.outcome is None else error_of(sample.outcome)
 
 
-async def _given_up_if_cancelled(hub: Hub, request_id: str, run: int, waiting: Awaitable[Result]) -> Result:
+async def _given_up_if_cancelled(hub: Hub, request_id: str, waiting: Awaitable[Result]) -> Result:
     """Wait for a sample, and give it up if the client goes away, or the HTTP server that asks for it."""
     try:
         return await waiting
     except asyncio.CancelledError:
-        await give_up_answer(hub, request_id, run)
+        _give_up(hub, request_id)
         raise
 
 
-async def give_up_answer(hub: Hub, request_id: str, run: int) -> None:
+async def give_up_answer(hub: Hub, request_id: str) -> None:
     """Forget a sample; cancel it if it runs. What its client has been told of it is metered."""
+    _give_up(hub, request_id)
+
+
+def _give_up(hub: Hub, request_id: str) -> None:
     sample = hub.samples.find(request_id)
-    if sample is None or sample.run != run:
+    if sample is None:
         return
-    runs = sample.outcome is None
-    if runs:
+    if sample.outcome is None:
         if told := sample.streamed_tokens:
             hub.budgets.sampled(request_id, vars(Used(prefilled_tokens=sample.prompt_tokens, sampled_tokens=told)))
-        hub.take(SampleFailed(request_id, run, "its client went away", "user", gone=False))
+        hub.take(SampleFailed(request_id, sample.run, "its client went away", "user", gone=False))
+        # Not awaited: where a request is cancelled, whatever it waits for is cancelled too
+        cancelling = asyncio.ensure_future(hub.engine.notify(CancelSample(request_id, sample.run)))
+        _cancelling.add(cancelling)
+        cancelling.add_done_callback(_cancelling.discard)
     hub.samples.remove(request_id)
-    if runs:
-        await hub.engine.notify(CancelSample(request_id, run))
+
+
+_cancelling: set[asyncio.Future[None]] = set()
+"""Kept until they are done: the event loop itself does not keep them."""
 
 
 # ---- Polls

@@ -90,8 +90,8 @@ async def _live(request: Request, model_id: str) -> SampledWeights:
 
 async def start_sample(
     request: Request, request_id: str, weights: SampledWeights, received: ReceivedSample, stream: bool = False
-) -> int:
-    """Let the engine sample; with `stream` the tokens can be followed. Returns the number of the run.
+) -> None:
+    """Let the engine sample; with `stream` the tokens can be followed.
 
     Raises UserError for what cannot be sampled, BackpressureError beyond a limit, and EngineUnavailableError.
     """
@@ -104,4 +104,4 @@ async def start_sample(
         payload=received.body,
         tenant=caller.tenant,
     )
-    return await front.ask(calls.start_sample, caller, message, tokens, in_text, received.digest)
+    await front.ask(calls.start_sample, caller, message, tokens, in_text, received.digest)

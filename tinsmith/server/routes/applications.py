@@ -215,8 +215,12 @@ async def _sampled(request: Request, prompted: Prompted) -> Response:
     received = await front.bodies.parse_made(request, body, receive_sample, config.requests, config.images)
     request_id = ids.request_id(owner_id, number)
     asked = prompted.asked
-    run = await start_sample(request, request_id, prompted.weights, received, stream=bool(asked.stream))
-    sample = StartedSample(front, request_id, run)
+    sample = StartedSample(front, request_id)
+    try:
+        await start_sample(request, request_id, prompted.weights, received, stream=bool(asked.stream))
+    except BaseException:  # its client may go away in between
+        sample.give_up()
+        raise
     log.debug("sample=%s is answer %s for user %s", request_id, form.answer_id, asked.user or "-")
     if not asked.stream:
         try:
@@ -247,17 +251,16 @@ class StartedSample:
 
     front: Front
     request_id: str
-    run: int
 
     async def end(self) -> SampleDone:
         """Its end. Raises as `answer_end`."""
-        return await self.front.ask(calls.answer_end, self.request_id, self.run)
+        return await self.front.ask(calls.answer_end, self.request_id)
 
     async def tokens(self) -> AsyncIterator[StreamedTokens | SampleDone]:
         """Its tokens as they come, and then its end. Raises as `answer_tokens`."""
         seen, done = 0, None
         while done is None:
-            events, done = await self.front.ask(calls.answer_tokens, self.request_id, self.run, seen)
+            events, done = await self.front.ask(calls.answer_tokens, self.request_id, seen)
             seen += len(events)
             for each in events:
                 yield each
@@ -265,7 +268,7 @@ class StartedSample:
 
     def give_up(self) -> None:
         """Let it be forgotten, and cancelled if it runs; does not wait, as its request may be cancelled itself."""
-        task = asyncio.ensure_future(self.front.ask(calls.give_up_answer, self.request_id, self.run))
+        task = asyncio.ensure_future(self.front.ask(calls.give_up_answer, self.request_id))
         _giving_up.add(task)
         task.add_done_callback(_giving_up.discard)
 
