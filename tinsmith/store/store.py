@@ -1,9 +1,9 @@
-"""All that survives the death of a process, and what deletes the unused part of it.
+"""All that survives the death of a process or a power cut, and what deletes the unused part of it.
 
 Each method is one transaction; any thread may call it.
 
-A method that returns has committed; changes of checkpoints survive a power cut too (`database.py`). Images are files
-(`blobs.py`): written before the transaction that needs them, deleted after the one that releases them.
+A method that returns has committed, and the disk has it (`database.py`). Images are files (`blobs.py`): written before
+the transaction that needs them, deleted after the one that releases them.
 """
 
 import json
