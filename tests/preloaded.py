@@ -281,8 +281,9 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     )
     if FIRST in os.environ:
         import_module(os.environ[FIRST])
-    program = request["pid"]
+    program, real = request["pid"], os.getppid
     os.getppid = lambda: _parent_of(program)
+    os.register_at_fork(after_in_child=lambda: setattr(os, "getppid", real))
     try:
         _execute(request["arguments"])
     finally:

@@ -131,11 +131,22 @@ class Server:
     def worker_pids(self) -> list[int]:
         """The workers, in the order of their ranks. Others may stand by."""
         found = dict[str, int]()
-        for child in psutil.Process(self.engine_pid()).children():
+        for child in self._workers():
             with suppress(psutil.Error):  # it has ended meanwhile
                 pid = process_behind(child.pid) if "tinsmith.worker" in child.cmdline() else child.pid
                 found[psutil.Process(pid).name()] = pid
         return [found[name] for name in sorted(found, key=lambda name: (len(name), name)) if name.startswith("worker")]
+
+    def _workers(self) -> Iterator[psutil.Process]:
+        """Children of the engine, and those of its fork server."""
+        yield from psutil.Process(self.engine_pid()).children()
+        for each in psutil.process_iter(["cmdline"]):
+            if (
+                "tinsmith.worker.fork_server" in (command := each.info["cmdline"] or ())
+                and str(self.data_dir) in command
+            ):
+                with suppress(psutil.Error):
+                    yield from psutil.Process(process_behind(each.pid)).children()
 
     def http_pids(self, count: int) -> list[int]:
         """The processes that answer HTTP, once there are `count`, where they are not the server's own."""

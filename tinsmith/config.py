@@ -143,8 +143,8 @@ class ServerConfig:
     )
     stand_by: bool = setting(
         True,
-        "Let a process with libraries imported stand by for each worker, so that the next is ready sooner when one "
-        "ends; it takes about 400 MiB of memory. None does in Ray",
+        "Let a process with libraries imported stand by, which forks the next workers when some, the engine or the "
+        "server end; it takes about 400 MiB of memory. None does in Ray",
     )
     worker_hung_s: float = setting(120.0, "Restart a worker after this long without a heartbeat", "seconds", 2)
     worker_still_s: float = setting(

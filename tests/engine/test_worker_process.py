@@ -6,11 +6,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.engine.here import LONG_S, Beat
@@ -18,10 +16,10 @@ from tests.engine.light_worker import FACTS, REASON
 from tests.preloaded import REAL_PYTHON
 from tinsmith.config import Config, ServerConfig
 from tinsmith.engine import launching
-from tinsmith.engine.launching import ChildProgram, Launcher, Surroundings
+from tinsmith.engine.launching import Launcher, Surroundings
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import STAND_BY_S, WorkerGroup
-from tinsmith.engine.worker_process import WORKER, WorkerProcess
+from tinsmith.engine.worker_process import WorkerProcess
 from tinsmith.errors import ConfigError
 from tinsmith.protocol import child_process
 from tinsmith.protocol.link import ChildLink, ParentLink
@@ -160,47 +158,16 @@ def test_a_worker_that_cannot_start_is_tried_at_longer_and_longer_intervals(
     assert ends[:3] == ["the worker process ended unexpectedly (exit code 2)"] * 3
 
 
-def test_one_that_stands_by_is_the_next_worker(watch: Callable[..., Watched]) -> None:
-    """It begins when it is told to, and not if it has ended, or was started for other surroundings."""
-    worker = watch("ready")
-    launcher = worker.process.launcher
-
-    def standing_by() -> list[int | None]:
-        return [program.pid for program in launcher._standing_by]
-
-    launcher.stand_by([worker.process.surroundings, replace(worker.process.surroundings, variables={"A": "1"})])
-    first, other = standing_by()
-    assert worker.start() == first
-    assert standing_by() == [other]
-    launcher.stand_by([worker.process.surroundings])
-    _, ended = standing_by()
-    assert other is not None
-    assert ended is not None
-    for pid in (first, ended):
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    worker.until(lambda: worker.ends)
-    assert worker.start() not in (first, other, ended)
-    assert standing_by() == [other]
-    launcher.close()
-    assert not psutil.pid_exists(other)
-
-
-def test_a_worker_that_stands_by_ends_with_its_engine() -> None:
-    program = ChildProgram(Surroundings(WORKER, {}))
-    assert program._process.stdin is not None
-    program._process.stdin.close()
-    assert program.wait(LONG_S) == 0
-
-
 @pytest.mark.parametrize("stand_by", [True, False])
-def test_workers_stand_by_when_those_before_have_been_ready_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, stand_by: bool
+def test_a_fork_server_stands_by_when_workers_have_been_ready_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stand_by: bool
 ) -> None:
     clock = Clock(monkeypatch)
     with link_of_an_engine() as (_, link):
-        config = Config(server=ServerConfig(stand_by=stand_by))
+        config = Config(data_dir=str(tmp_path), server=ServerConfig(stand_by=stand_by))
         group = WorkerGroup(config, link, 2, light("ready"))
+        asked = list[Surroundings]()
+        monkeypatch.setattr(group.launcher, "stand_by", asked.append)
         group.start_if_due()
         deadline = time.perf_counter() + LONG_S
         while not group.is_ready:
@@ -211,9 +178,11 @@ def test_workers_stand_by_when_those_before_have_been_ready_for_a_while(
         for passed_s in (0.0, STAND_BY_S + 0.1, STAND_BY_S + 0.1):
             clock.passed_s += passed_s
             group.watch()
-            seen.append(len(group.launcher._standing_by))
+            seen.append(len(asked))
+        assert asked == [group.workers[0].surroundings]
+        assert (group.launcher._home == tmp_path) == stand_by
         group.stop(LONG_S)
-    assert seen == ([0, 2, 2] if stand_by else [0, 0, 0])
+    assert seen == [0, 1, 1]
 
 
 @pytest.mark.parametrize(("path", "reason"), [("lost", REASON), ("follow", "the others are gone")])

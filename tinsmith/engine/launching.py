@@ -1,19 +1,30 @@
 """Starts the programs of workers, and ends them."""
 
-import contextlib
 import logging
 import math
 import os
+import select
 import signal
+import socket
 import subprocess
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tinsmith.protocol.child_process import Start
+from tinsmith.protocol.forking import END, Request, connect, digest_of_libraries, receive_exit_code, receive_worker
 
 log = logging.getLogger(__name__)
+
+WORKER = (sys.executable, "-P", "-m", "tinsmith.worker")
+"""The program that a worker is."""
+
+FORK_SERVER = (sys.executable, "-P", "-m", "tinsmith.worker.fork_server")
+"""The program that forks workers which are ready at once."""
 
 KILL_S = 30.0
 """Seconds that a killed process may take to end: giving back a GPU and hundreds of gigabytes takes some."""
@@ -88,21 +99,17 @@ class WorkerProgram(ABC):
 
 
 class ChildProgram(WorkerProgram):
-    """A program that this process has started, and which imports its libraries until it is told what to do."""
+    """A program that this process has started, which imports its libraries first."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: Surroundings, start: Start) -> None:
         self.kill_s = KILL_S
         command, environment = surroundings.command(str(os.getpid())), os.environ | dict(surroundings.variables)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-        self.surroundings = surroundings
         self.pid = self._process.pid
-
-    def tell(self, start: Start) -> None:
-        """Let it begin, once."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which `poll` tells
+        with suppress(BrokenPipeError):  # it has ended already, which `poll` tells
             self._process.stdin.write(start.to_bytes())
-        with contextlib.suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
 
     @property
@@ -113,14 +120,46 @@ class ChildProgram(WorkerProgram):
         self._process.kill()
 
 
+class ForkedProgram(WorkerProgram):
+    """A worker that the fork server has forked: it has its libraries already."""
+
+    def __init__(self, connection: socket.socket, pid: int, process: int) -> None:
+        """Watch the process `pid`, of which `process` is a file descriptor, and whose end `connection` tells."""
+        self.kill_s = KILL_S
+        self.pid = pid
+        self._connection = connection
+        self._process = process
+        self._code: int | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        if self._code is None and select.select([self._process], [], [], 0.0)[0]:
+            code = receive_exit_code(self._connection)
+            self._code = -int(signal.SIGKILL) if code is None else code
+            self._connection.close()
+            os.close(self._process)
+        return self._code
+
+    def end(self) -> None:
+        if self._code is None:
+            with suppress(ProcessLookupError):  # it has just ended
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+
 class Launcher:
     """Starts the programs of workers, here as children of this process; `ray_workers.py` does so in Ray.
 
-    Some may stand by: when a worker has ended, the next need not import its libraries.
+    With a fork server (`tinsmith.worker.fork_server`) workers need not import their libraries when those before have
+    ended, nor if this process takes the place of one that has.
     """
 
-    def __init__(self) -> None:
-        self._standing_by: list[ChildProgram] = []
+    def __init__(self, home: Path | None = None) -> None:
+        """Nothing is started yet. `home` is the directory in which a fork server is found; None for none."""
+        self._home = home
+        self._keeper: socket.socket | None = None
+        """Keeps the fork server waiting while it is open."""
+        self._fork_server: subprocess.Popen[bytes] | None = None
+        """The fork server, if it is a child of this process."""
 
     host: str | None = None
     """Address of this host at which workers find the engine; None for workers that are its own children."""
@@ -135,26 +174,55 @@ class Launcher:
         return ()
 
     def launch(self, surroundings: Surroundings, start: Start) -> WorkerProgram:
-        """Start a program, or let one that stands by begin; returns without waiting for it."""
-        program = self._take(surroundings) or ChildProgram(surroundings)
-        program.tell(start)
-        return program
+        """Start a program, forked if there is a fork server that has the same libraries."""
+        return self._fork(surroundings, start) or ChildProgram(surroundings, start)
 
-    def stand_by(self, wanted: Sequence[Surroundings]) -> None:
-        """Let these programs stand by, for those that are to start next."""
-        self._standing_by += [ChildProgram(surroundings) for surroundings in wanted]
+    def stand_by(self, surroundings: Surroundings) -> None:
+        """Start a fork server for these programs, unless one waits already."""
+        if self._home is None or surroundings.program != WORKER or self._is_kept():
+            return
+        self._forget()
+        self._keeper, theirs = socket.socketpair()
+        environment = os.environ | dict(surroundings.variables)
+        with theirs:
+            command = [*FORK_SERVER, str(self._home.absolute())]
+            self._fork_server = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
 
-    def _take(self, surroundings: Surroundings) -> ChildProgram | None:
-        """Return a program that stands by in these surroundings, if one does."""
-        ended = [program for program in self._standing_by if program.poll() is not None]
-        found = [program for program in self._standing_by if program.surroundings == surroundings]
-        taken = next((program for program in found if program not in ended), None)
-        self._standing_by = [program for program in self._standing_by if program not in [*ended, taken]]
-        return taken
+    def _fork(self, surroundings: Surroundings, start: Start) -> WorkerProgram | None:
+        """Let the fork server fork a worker; None if there is none, or it has other libraries, or is stopped."""
+        if self._home is None or surroundings.program != WORKER:
+            return None
+        environment = os.environ | dict(surroundings.variables)
+        request = Request(digest_of_libraries(environment), start.to_bytes().decode(), environment, str(Path.cwd()))
+        connection = connect(self._home, request, (1, 2))
+        if connection is None:
+            return None
+        forked = receive_worker(connection)
+        if forked is None:
+            connection.close()  # one that only was stopped kills what it forks for us later
+            self._forget()
+            return None
+        if not self._is_kept():  # an engine before this one has started it
+            self._forget()
+            self._keeper = connect(self._home, Request(request.libraries))
+        return ForkedProgram(connection, *forked)
+
+    def _is_kept(self) -> bool:
+        """Whether a fork server waits, or imports its libraries, because this process keeps it."""
+        return self._keeper is not None and not select.select([self._keeper], [], [], 0.0)[0]
+
+    def _forget(self) -> None:
+        """Let go of a fork server that has ended, or will soon."""
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._fork_server is not None:
+            self._fork_server.kill()
+            self._fork_server.wait()
+        self._keeper = self._fork_server = None
 
     def close(self) -> None:
-        """Start nothing any more, and end what stands by."""
-        for program in self._standing_by:
-            program.kill()
-            program.wait()
-        self._standing_by = []
+        """Start nothing any more, and end the fork server."""
+        if self._keeper is not None:
+            with suppress(OSError):  # it has ended already
+                self._keeper.sendall(END)
+        self._forget()

@@ -17,7 +17,7 @@ import sys
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ class RayActors(Launcher):
         self._programs.append(RayProgram(actor, said, self._wake))
         return self._programs[-1]
 
-    def stand_by(self, wanted: Sequence[Surroundings]) -> None:
+    def stand_by(self, surroundings: Surroundings) -> None:
         """Nothing stands by in Ray: a worker that has ended may start on another host."""
 
     def close(self) -> None:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tinsmith.config import Config
-from tinsmith.engine.launching import Launcher
+from tinsmith.engine.launching import WORKER, Launcher
 from tinsmith.engine.records import GroupAnswers, Records
 from tinsmith.engine.shares import SharedWork
-from tinsmith.engine.worker_process import WORKER, WorkerProcess, hanging
+from tinsmith.engine.worker_process import WorkerProcess, hanging
 from tinsmith.observing.spans import Span
 from tinsmith.protocol.child_process import LAST_WORDS_S
 from tinsmith.protocol.devices import threads_of, visible_gpus
@@ -29,7 +29,7 @@ from tinsmith.protocol.serving import Starting, Status
 from tinsmith.protocol.work import DropFiles, WorkerReady
 
 STAND_BY_S = 5.0
-"""Seconds after workers became ready until others stand by: importing libraries takes time from the first steps."""
+"""Seconds after workers became ready until a fork server starts: its imports take time from the first steps."""
 
 LOOK_FOR_HOSTS_S = 1.0
 """Seconds between two looks whether there are hosts for workers that have none."""
@@ -51,7 +51,7 @@ class WorkerGroup:
         `engine` is woken up by what the workers say. Without a `launcher` they are children of this process.
         """
         self.config = config
-        self.launcher = launcher or Launcher()
+        self.launcher = launcher or Launcher(Path(config.data_dir) if config.server.stand_by else None)
         configs = [_config_of(config, rank, count, self.launcher.gpus_by_number) for rank in range(count)]
         self.records = Records(config)
         self.workers = [WorkerProcess(each, engine, program, self.launcher) for each in configs]
@@ -70,7 +70,7 @@ class WorkerGroup:
         """Directories of saves that ended with the workers before."""
         self._told = False
         self._stand_by_at = math.inf
-        """Monotonic time at which programs are to stand by for the next group."""
+        """Monotonic time at which a fork server is to stand by for the next group."""
 
     @property
     def is_ready(self) -> bool:
@@ -144,7 +144,7 @@ class WorkerGroup:
             worker.watch()
         if time.monotonic() >= self._stand_by_at:
             self._stand_by_at = math.inf
-            self.launcher.stand_by([worker.surroundings for worker in self.workers])
+            self.launcher.stand_by(self.workers[0].surroundings)
         found = hanging([worker.liveness for worker in self.workers])
         for worker, liveness in [(worker, worker.liveness) for worker in self.workers if worker.liveness in found]:
             why = "all wait for each other in an exchange, and nothing comes: " if liveness.last.waits else ""
@@ -218,8 +218,7 @@ class WorkerGroup:
         if self._told or not self.is_ready:
             return []
         self._told = True
-        if self.config.server.stand_by:
-            self._stand_by_at = time.monotonic() + STAND_BY_S
+        self._stand_by_at = time.monotonic() + STAND_BY_S
         if self._left:
             self.workers[0].send(DropFiles(self._left))
             self._left = []

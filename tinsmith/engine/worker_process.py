@@ -1,14 +1,13 @@
 """A worker's process: started, watched through its heartbeats, and restarted when it has ended."""
 
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from tinsmith.config import Config, ServerConfig
-from tinsmith.engine.launching import Launcher, Surroundings, WorkerProgram
+from tinsmith.engine.launching import WORKER, Launcher, Surroundings, WorkerProgram
 from tinsmith.observing.metrics import Number
 from tinsmith.observing.spans import MOST, Span
 from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, Start, exit_text, is_stopped, next_delay_s
@@ -21,10 +20,6 @@ from tinsmith.protocol.serving import Alive, Bye, Shutdown
 from tinsmith.protocol.work import WorkerReady, WorkerStatus
 
 log = logging.getLogger(__name__)
-
-WORKER = (sys.executable, "-P", "-m", "tinsmith.worker")
-"""The program that a worker is."""
-
 
 SETTLED = 4
 """Heartbeats after which a worker tells of the time since another has gone on."""

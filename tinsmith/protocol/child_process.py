@@ -4,7 +4,6 @@ import ctypes
 import signal
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import BinaryIO
 
 import orjson
 import psutil
@@ -42,7 +41,7 @@ def end_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """What a worker is told on its standard input, which other users of its host do not see."""
+    """What a worker is told, where other users of its host do not see it."""
 
     address: str
     """Address of the engine's end of its link."""
@@ -57,11 +56,8 @@ class Start:
         return orjson.dumps(asdict(self) | {"config": to_tree(self.config)})
 
     @classmethod
-    def read(cls, standard_input: BinaryIO) -> "Start | None":
-        """Undo `to_bytes`, as soon as it is there; None for a worker that is not needed."""
-        told = standard_input.read()
-        if not told:
-            return None
+    def from_bytes(cls, told: bytes) -> "Start":
+        """Undo `to_bytes`."""
         start = orjson.loads(told)
         keys = None if start["keys"] is None else ChildKeys(**start["keys"])
         return cls(start["address"], keys, Place(**start["place"]), from_tree(start["config"]), start["again"])

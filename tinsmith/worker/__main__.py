@@ -1,7 +1,7 @@
 """A worker process: `python -m tinsmith.worker PARENT_PID`.
 
-Started by the engine, or by an actor of Ray for it. It imports its libraries at once, and is told on standard input
-what it works for (`protocol/child_process.py`): perhaps much later, if it stands by.
+Started by the engine, or by an actor of Ray for it, and told on standard input what it works for
+(`protocol/child_process.py`). The workers that follow are forked by `fork_server.py`, which has imported its libraries.
 """
 
 import gc
@@ -9,7 +9,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -33,25 +32,27 @@ def main() -> int:
     """Run a worker until its engine stops it."""
     leave_signals_to_server()
     end_with_parent()
-    parent_pid = int(sys.argv[1])
     start_logging("worker")
-    with ThreadPoolExecutor(1, "imports") as thread:
-        importing = thread.submit(_import_libraries)
-        start = Start.read(sys.stdin.buffer)
-        if start is None:
-            return 0
-        config, place, address, keys = start.config, start.place, start.address, start.keys
-        name = "worker" if place.count == 1 else f"worker {place.rank}"
-        Path("/proc/self/comm").write_text(name)  # for `ps`: it stands by no more
-        start_logging(name, config.log_level, config.log_format)
-        link = ChildLink(address, keys)
-        heartbeat = Heartbeat(address, parent_pid, keys)
-        heartbeat.start()
-        steps = Steps(config, link.send)
-        steps.begin()
-        if not config.only_compares:
-            threading.Thread(target=_wake, args=(config.models.device,), daemon=True).start()
-        importing.result()
+    told = sys.stdin.buffer.read()
+    if not told:  # its parent has ended before it said anything
+        return 0
+    return work(Start.from_bytes(told), int(sys.argv[1]))
+
+
+def work(start: Start, parent_pid: int) -> int:
+    """Be the worker that an engine has asked for, until it stops this; returns the exit code."""
+    config, place, address, keys = start.config, start.place, start.address, start.keys
+    name = "worker" if place.count == 1 else f"worker {place.rank}"
+    Path("/proc/self/comm").write_text(name)  # for `ps`
+    start_logging(name, config.log_level, config.log_format)
+    link = ChildLink(address, keys)
+    heartbeat = Heartbeat(address, parent_pid, keys)
+    heartbeat.start()
+    steps = Steps(config, link.send)
+    steps.begin()
+    if not config.only_compares:
+        threading.Thread(target=_wake, args=(config.models.device,), daemon=True).start()
+    import_libraries()
     from tinsmith.training.parallel.process_group import ProcessGroup
     from tinsmith.worker.bases import load_bases, load_compared, require_same
     from tinsmith.worker.device_lock import lock_devices
@@ -109,8 +110,8 @@ class Steps:
         self._send(Starting(step, list(self._to_come)))
 
 
-def _import_libraries() -> None:
-    """Import all that a worker needs."""
+def import_libraries() -> None:
+    """Import all that a worker needs, if that has not happened yet."""
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
     # Transformers imports them where they are installed, for what we do not use: a second or two
     with _absent("scipy", "sklearn"):
