@@ -32,9 +32,7 @@ def enter(group: "ProcessGroup", is_apart: bool) -> None:
 def main() -> None:
     """Meet the others, and wait to be told."""
     how, engine_pid = sys.argv[1:]
-    start = Start.read(sys.stdin.buffer)
-    if start is None:
-        return
+    start = Start.from_bytes(sys.stdin.buffer.read())
     link = ChildLink(start.address, start.keys)
     heartbeat = Heartbeat(start.address, int(engine_pid), start.keys)
     heartbeat.start()

@@ -81,9 +81,7 @@ def take(message: Message, how: str, link: ChildLink, heartbeat: Heartbeat) -> N
 def main() -> None:
     """Answer messages until told to stop, or until the engine is gone."""
     how, engine_pid = sys.argv[1:]
-    start = Start.read(sys.stdin.buffer)
-    if start is None:
-        return
+    start = Start.from_bytes(sys.stdin.buffer.read())
     link = ChildLink(start.address, start.keys)
     heartbeat = Heartbeat(start.address, keys=start.keys)
     heartbeat.idle()

@@ -123,7 +123,7 @@ def test_other_libraries_are_not_forked(launcher: Launcher, tmp_path: Path) -> N
     """One that was started with other threads, or from files that have changed, is of no use: it ends."""
     assert launcher._fork_server is not None
     server = process_behind(launcher._fork_server.pid)
-    program = launcher.launch(Surroundings(WORKER, {"OMP_NUM_THREADS": "1"}), _start(tmp_path))
+    program = launcher.launch(Surroundings(WORKER, {"OMP_NUM_THREADS": "7"}), _start(tmp_path))
     assert not isinstance(program, ForkedProgram)
     program.kill()
     assert program.wait(LONG_S) is not None
