@@ -7,7 +7,8 @@ Parts:
            started again at once, as a supervisor does. And what a copy costs: steps are compared by how many came since
            the last copy, the sum of what the median of each of the first ones takes longer than that of the later ones,
            against the 5 s between copies by default.
-- experts  the second, Qwen3.6-35B-A3B
+- experts  the first for a mixture of experts, Qwen3.6-35B-A3B, of which a host of 128 GiB can hold files and weights
+           of half the layers while they are loaded
 - many     Qwen3-4B: 200 models of rank 8, each stepped in turn on one sequence of 1,024 tokens
 
     python -m benchmarks.gpu.recovery --output benchmarks/results/recovery.txt
@@ -53,11 +54,15 @@ Cases = Iterator[tuple[str, Figures]]
 
 
 @contextmanager
-def folder_with(shape: str) -> Iterator[Path]:
-    """Write a model of this shape into memory, under `model`; what is compiled lies there too."""
+def folder_with(shape: str, share: int = 1) -> Iterator[Path]:
+    """Write a model of this shape into memory, under `model`, beside what is compiled; of its layers one in `share`."""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as temporary, pytest.MonkeyPatch.context() as patch:
         folder = Path(temporary)
         config = configuration(shape)
+        text = config.get_text_config()
+        text.num_hidden_layers //= share
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: text.num_hidden_layers]
         network = network_of(config)
         # In small files: each passes through the memory in which they all lie
         network.save_pretrained(write_surroundings(config, folder / "model"), max_shard_size="4GB")
@@ -120,20 +125,20 @@ def deaths(day: Day, model: tinker.TrainingClient, count: int) -> Cases:
             time.sleep(SETTLE_S)
             for _ in range(STEPS):
                 step(model, data)
-            pids = {"worker": day.server.worker_pid, "engine": day.server.engine_pid, "server": lambda: day.server.pid}
+            server = day.server
+            pid = {"worker": server.worker_pid(), "engine": server.engine_pid(), "server": server.pid}[victim]
             with ThreadPoolExecutor(1) as thread:
-                pid = pids[victim]()
                 sent = thread.submit(seconds, lambda: step(model, data))
                 os.kill(pid, signal.SIGKILL)
                 if victim == "server":
-                    day.server.start_again()
+                    server.start_again()
                 taken.append(sent.result())
         yield victim, {"slowest_s": max(taken), "fastest_s": min(taken)}
 
 
 def experts() -> Cases:
     """Deaths beside a mixture of experts."""
-    with folder_with("35B-A3B") as folder, day_in(folder) as day:
+    with folder_with("35B-A3B", 2) as folder, day_in(folder) as day:
         yield from deaths(day, day.model(), 1)
 
 
