@@ -50,7 +50,7 @@ class Start:
     place: Place
     config: Config
     again: bool
-    """Whether another was ready before it, and has checked the same base models."""
+    """Whether another was ready before it with the same program: what passed its full check is not checked again."""
 
     def to_bytes(self) -> bytes:
         return orjson.dumps(asdict(self) | {"config": to_tree(self.config)})

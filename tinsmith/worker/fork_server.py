@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tinsmith.logs import start_logging
@@ -147,7 +148,8 @@ def main() -> int:
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.directory)
-    return work(Start.from_bytes(request.start.encode()), os.getppid())
+    start = Start.from_bytes(request.start.encode())
+    return work(replace(start, again=True), os.getppid())  # workers with the same libraries have been ready before
 
 
 if __name__ == "__main__":
