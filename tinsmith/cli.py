@@ -13,12 +13,12 @@ import shlex
 import signal
 import sys
 import time
-import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from tinsmith import __version__
 from tinsmith.config import CONFIG_VARIABLE, base_model_sources, settings
@@ -159,19 +159,11 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
 
 
 def _option(setting: Setting) -> inspect.Parameter:
-    default = "" if setting.default in ("", []) else f"default: {setting.default}"
-    notes = ", ".join(note for note in (setting.unit, default) if note)
-    is_number = setting.type in (int, float)
-    is_list = typing.get_origin(setting.type) is list
-    option = typer.Option(
-        setting.option,
-        help=f"{setting.help} [{notes}]" if notes else setting.help,
-        show_default=False,
-        metavar="NUMBER" if is_number else "TEXT" if is_list or setting.type is str else None,
-    )
+    names = f"{setting.option}/{setting.refused}" if setting.refused else setting.option
+    option = typer.Option(names, help=setting.described, show_default=False, metavar=setting.accepted or None)
     # A number arrives as a text, because it may be a size such as 2GiB, which config_values.py reads. None means that
     # the option was not given: then the environment, the file or the default decides.
-    kind = str if is_number else setting.type
+    kind = str if setting.type in (int, float) else setting.type
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
@@ -181,6 +173,43 @@ def _parameter(name: str, kind: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
+class _SettingsCommand(TyperCommand):
+    """A command with an option for every setting: its --help shows common ones, --help-all each in its section."""
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
+        """Write the options that are asked for, under the headings of their sections."""
+        sections = dict[str, list[tuple[str, str]]]()
+        known = {each.name: each for each in settings()}
+        for parameter in self.get_params(ctx):
+            setting = known.get(parameter.name or "")
+            row = parameter.get_help_record(ctx)
+            if row is None or (setting and not setting.info.common and not ctx.meta.get(_EVERYTHING)):
+                continue
+            in_section = setting is not None and len(setting.path) > 1 and ctx.meta.get(_EVERYTHING)
+            sections.setdefault(f"Section {setting.path[0]}" if setting and in_section else "Options", []).append(row)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+_EVERYTHING = "tinsmith.everything"
+"""Key of a command's context that says that all settings are asked for."""
+
+
+def _print_all_help(context: typer.Context, wanted: bool) -> None:
+    """Print the help and exit; as the option's value, None is no setting that was given."""
+    if wanted:
+        context.meta[_EVERYTHING] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL = typer.Option(
+    "--help-all",
+    is_eager=True,
+    callback=_print_all_help,
+    help="Show all settings, by section of the file, and exit. --help shows the common ones",
+)
 _FILE = typer.Option(
     "--config",
     parser=_path,
@@ -222,15 +251,18 @@ def _signature(own: list[inspect.Parameter], chosen: Iterable[Setting]) -> inspe
     return inspect.Signature([*own, _parameter("config", Annotated[Path | None, _FILE]), *map(_option, chosen)])
 
 
+_ALL = [_parameter("help_all", Annotated[bool, _HELP_ALL], False)]
+
+
 # Typer reads a command's options from its signature. Those of these commands are made from the settings.
 for _command, _own, _chosen in (
-    (serve, [], list(settings())),
-    (warm, [], list(settings())),
-    (doctor, [], list(settings())),
+    (serve, _ALL, list(settings())),
+    (warm, _ALL, list(settings())),
+    (doctor, _ALL, list(settings())),
     (plan, _PLAN_OPTIONS, [each for each in settings() if each.name in _PLANNED]),
 ):
     _command.__dict__["__signature__"] = _signature(_own, _chosen)
-    app.command()(_command)
+    app.command(cls=None if _command is plan else _SettingsCommand)(_command)
 
 
 @app.command("tiny-model")
