@@ -107,7 +107,10 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
 
     def why_not(error: Exception) -> str:
         reason = " ".join(str(error).split())  # a YAML error spans several lines
-        return f"cannot read the configuration file {file}: {reason}; it must be YAML in UTF-8"
+        remedy = (
+            "correct the path, or let this user read it" if isinstance(error, OSError) else "it must be YAML in UTF-8"
+        )
+        return f"cannot read the configuration file {file}: {reason}; {remedy}"
 
     with translated((OSError, UnicodeDecodeError, yaml.YAMLError), ConfigError, why_not):
         tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
