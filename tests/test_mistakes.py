@@ -330,9 +330,11 @@ def test_a_client_is_told_at_once(mistake: str, server: Server, monkeypatch: pyt
 def test_a_client_without_the_key_that_a_server_wants_is_told_how_to_get_one(tmp_path: Path) -> None:
     write_family("qwen3", tmp_path / "model")
     assert tinsmith_here("keys", "add", "me", "--data-dir", str(tmp_path / "data")).returncode == 0
-    with serving(tmp_path, "--base-model", f"tiny={tmp_path / 'model'}") as server:
-        with pytest.raises(tinker.AuthenticationError, match="set TINKER_API_KEY; `tinsmith keys add` beside the"):
-            create(server.url, key="tml-wrong")
+    with (
+        serving(tmp_path, "--base-model", f"tiny={tmp_path / 'model'}") as server,
+        pytest.raises(tinker.AuthenticationError, match="set TINKER_API_KEY; `tinsmith keys add` beside the"),
+    ):
+        create(server.url, key="tml-wrong")
 
 
 def test_an_old_python_is_told_of_before_anything_is_installed(tmp_path: Path) -> None:

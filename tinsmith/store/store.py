@@ -234,7 +234,9 @@ def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
     if files.is_local:
         manifest = read_manifest(Path(files.path), files.path)
         small = [name for name, file in manifest.files.items() if file.size <= _SOON_COMPARED]
-        verify_files(manifest, Path(files.path), files.path, [name for name in small if name != OPTIMIZER_FILE])
+        verify_files(
+            manifest, Path(files.path), files.path, [name for name in small if name not in (ABOUT_FILE, OPTIMIZER_FILE)]
+        )
     with suppress(OSError, ValueError, KeyError, TypeError):  # the export reads it again and says what is wrong
         source = json.loads(b"".join(files.read(ABOUT_FILE, range(files.sizes().get(ABOUT_FILE, 0)))))["base_source"]
         return source if isinstance(source, str) else None
