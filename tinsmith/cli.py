@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 
 from tinsmith import __version__
 from tinsmith.config import CONFIG_VARIABLE, base_model_sources, settings
-from tinsmith.config_values import Setting, at_home, base_model_source, require_empty
+from tinsmith.config_values import Setting, at_home, base_model_source, installer, require_empty
 from tinsmith.errors import ConfigError, TinsmithError, printable
 
 app = typer.Typer(
@@ -570,43 +570,86 @@ def usage(
     Console(highlight=False).print(usage(data_dir, days, by_hour))
 
 
+_ExportPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="The checkpoint: tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME.",
+    ),
+]
+_Merge = Annotated[bool, typer.Option("--merge", help="Write a complete transformers model instead of a PEFT adapter.")]
+_Gguf = Annotated[
+    bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp, and a Modelfile for Ollama, instead.")
+]
+_MovedBase = Annotated[
+    str | None,
+    typer.Option(
+        help="The base model as [NAME=]PATH_OR_HUB_ID, if it is no longer where it was when the model was trained, or "
+        "is to have another name in the export."
+    ),
+]
+
+
 @app.command("export")
 def export_checkpoint(
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH",
-            help="The checkpoint: tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME.",
-        ),
-    ],
+    path: _ExportPath,
     directory: Annotated[
         Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to write to; created if it does not exist.")
     ],
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Write a complete transformers model instead of a PEFT adapter.")
-    ] = False,
-    base_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Directory or Hub id of the base model, if it is no longer where it was when the model was trained."
-        ),
-    ] = None,
+    merge: _Merge = False,
+    gguf: _Gguf = False,
+    base_model: _MovedBase = None,
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
-    """Write a checkpoint as a PEFT adapter or a merged model."""
+    """Write a checkpoint as a PEFT adapter or a merged model, with a model card."""
     _end_in_order()
     require_empty(directory)
-    if base_model is not None:
-        _, base_model = base_model_source(base_model)
+    _require_exportable(data_dir, path, merge, gguf, base_model)
+    from tinsmith.commands.exchange import export_checkpoint
+
+    export_checkpoint(data_dir, path, directory, merge, gguf, base_model)
+    kind = f"{'the model' if merge else 'the adapter'} in GGUF" if gguf else _export_kind(merge)
+    typer.echo(f"wrote {kind} to {directory}")
+
+
+def _export_kind(merge: bool) -> str:
+    return "a transformers model" if merge else "a PEFT adapter"
+
+
+def _require_exportable(data_dir: Path, path: str, merge: bool, gguf: bool, base_model: str | None) -> None:
+    """Raise what is wrong with a checkpoint or its base before torch is imported, which takes seconds."""
+    if gguf and importlib.util.find_spec("gguf") is None:
+        raise ConfigError(f"--gguf needs the package gguf; install it with: {installer('gguf')}")
+    source = None if base_model is None else base_model_source(base_model)[1]
     from tinsmith.models.files import require_usable
     from tinsmith.store.store import base_of_saved
 
     trained_on = base_of_saved(data_dir, path)
-    require_usable([source for source in [base_model or trained_on] if source is not None], whole=merge)
-    from tinsmith.commands.exchange import export_checkpoint
+    require_usable([each for each in [source or trained_on] if each is not None], whole=merge)
 
-    export_checkpoint(data_dir, path, directory, merge, base_model)
-    typer.echo(f"wrote {'a transformers model' if merge else 'a PEFT adapter'} to {directory}")
+
+@app.command("push-hf")
+def push_to_hub(
+    path: _ExportPath,
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="The repository: OWNER/NAME; made if it is new.")],
+    merge: _Merge = False,
+    gguf: _Gguf = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody read a repository that is new; else only you do.")
+    ] = False,
+    base_model: _MovedBase = None,
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Export a checkpoint to a repository of the Hugging Face Hub, or of another hub that HF_ENDPOINT names.
+
+    It signs in with HF_TOKEN, or as `hf auth login` did.
+    """
+    _end_in_order()
+    _require_exportable(data_dir, path, merge, gguf, base_model)
+    from tinsmith.commands.push import push, require_repository
+
+    require_repository(repository, public)
+    typer.echo(push(data_dir, path, repository, merge, gguf, base_model))
 
 
 @app.command("import")
