@@ -10,7 +10,7 @@
 # make chaos            kill workers, engines, servers and parsers at random moments of SFT and RL runs, whose curves must not change (an hour; 8 minutes on 16 processors)
 # make invariants       print what Tinsmith promises, and which test guards it
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
-# make test-wheel       build the wheels, install them into an empty environment, and run the demo there
+# make test-wheel       build the wheels, install them into an empty environment, and run the demo there; WHEEL_PYTHONS names several Pythons
 # make test-distributed  run the tests of several workers alone; they are part of `make test`
 # make test-gpu         run the numerical tests on this machine's GPU, and keep their output in benchmarks/results/
 # make test-gpus        run the tests of several workers with a GPU for each, which needs two or more, and keep their output there too
@@ -153,14 +153,16 @@ test-rl: $(DEV_STAMP) $(RECIPES_STAMP)
 	PYTHONPATH=$$(echo $(RECIPES_VENV)/lib/python3*/site-packages) $(PYTHON) -m pytest tests/rl/test_tinker_cookbook.py
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest tests/rl_runs --durations 0 --durations-min 1
 
-# From another folder, so that nothing but the wheels can be imported.
+# From another folder, so that nothing but the wheels can be imported. For several: make test-wheel WHEEL_PYTHONS="python3.11 python3.12 python3.13"
+WHEEL_PYTHONS := python3
 test-wheel:
-	rm -rf dist $(WHEEL_VENV)
-	python3 -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist . ./rl
-	$(WHEEL_VENV)/bin/python -m pip install --quiet --only-binary :all: --constraint constraints.txt --no-compile \
-		dist/tinsmith_rl-*.whl "$$(echo dist/tinsmith-*.whl)[demo]"
-	cd dist && ../$(WHEEL_VENV)/bin/python ../examples/digits.py
+	rm -rf dist
+	set -e; for python in $(WHEEL_PYTHONS); do \
+		rm -rf $(WHEEL_VENV); $$python -m venv $(WHEEL_VENV); \
+		$(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist . ./rl; \
+		$(WHEEL_VENV)/bin/python -m pip install --quiet --only-binary :all: --constraint constraints.txt --no-compile \
+			dist/tinsmith_rl-*.whl "$$(echo dist/tinsmith-*.whl)[demo]"; \
+		(cd dist && ../$(WHEEL_VENV)/bin/python ../examples/digits.py); done
 
 lint: $(LINT_STAMP)
 	$(PYTHON) -m ruff check

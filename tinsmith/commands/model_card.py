@@ -50,7 +50,7 @@ def _trained(about: About) -> str:
         return "all parameters"
     parts = {"attention": shape.train_attn, "MLP": shape.train_mlp, "output projection": shape.train_unembed}
     layers = ", ".join(part for part, trained in parts.items() if trained)
-    return f"LoRA of rank {shape.rank}, alpha {LORA_ALPHA}, seed {shape.seed}, on: {layers}"
+    return f"LoRA of rank {shape.rank}, alpha {LORA_ALPHA:g}, seed {shape.seed}, on: {layers}"
 
 
 def _use(about: About, base_name: str, merge: bool, gguf: bool) -> str:
