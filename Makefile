@@ -17,6 +17,7 @@
 # make test-rl          let the examples of reinforcement learning learn, and draw their curves into rl-output/ (half an hour)
 # Each target installs what it needs by itself.
 # make environments     create the environments in which recipes and vLLM run
+# make docs            make a site of the documentation in site/, with reference pages of all commands, settings, routes, metrics and errors
 # make lint | format | typecheck | proto | clean
 
 VENV := .venv
@@ -38,7 +39,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev environments demo test test-slow test-all mutations chaos invariants test-oldest test-distributed test-recipes test-vllm test-gpu test-gpus test-rl test-wheel lint format typecheck proto clean
+.PHONY: setup dev environments demo test test-slow test-all mutations chaos invariants test-oldest test-distributed test-recipes test-vllm test-gpu test-gpus test-rl test-wheel docs lint format typecheck proto clean
 
 # $(call install,PROJECTS): this project with some of its optional groups, and the one in rl/. Wheels only and exact versions: nothing is
 # built, and no newer torch is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -164,6 +165,10 @@ test-wheel:
 			dist/tinsmith_rl-*.whl "$$(echo dist/tinsmith-*.whl)[demo]"; \
 		(cd dist && ../$(WHEEL_VENV)/bin/python ../examples/digits.py); done
 
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DEV_STAMP)
+	$(PYTHON) -m mkdocs build --strict --quiet
+
 lint: $(LINT_STAMP)
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
@@ -179,4 +184,4 @@ proto: $(DEV_STAMP)
 	$(PYTHON) -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
 
 clean:
-	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) $(WHEEL_VENV) $(OLDEST) demo-output recipes-output rl-output build dist *.egg-info rl/build rl/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) $(WHEEL_VENV) $(OLDEST) demo-output recipes-output rl-output site build dist *.egg-info rl/build rl/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
