@@ -301,7 +301,7 @@ def test_each_mistake_ends_its_process_soon(number: int, places: dict[str, str],
     assert took < 5  # torch alone takes longer
 
 
-CLIENT_MISTAKES = {
+CLIENT_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown model": (
         {"base_model": "Qwen/Qwen3-4B"},
         "base_model 'Qwen/Qwen3-4B' is not served here; there are: tiny",

@@ -176,7 +176,7 @@ def _parameter(name: str, kind: Any, default: Any = None) -> inspect.Parameter:
 class _SettingsCommand(TyperCommand):
     """A command with an option for every setting: its --help shows common ones, --help-all each in its section."""
 
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options that are asked for, under the headings of their sections."""
         sections = dict[str, list[tuple[str, str]]]()
         known = {each.name: each for each in settings()}

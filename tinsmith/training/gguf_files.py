@@ -90,7 +90,8 @@ class _Shape:
             return tensor
         heads = self.heads if layer == "q_proj" else self.key_heads
         # [heads * 2 * half, ...] -> [heads * half * 2, ...]
-        return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+        paired: Tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+        return paired
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
