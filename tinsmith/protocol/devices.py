@@ -30,7 +30,7 @@ def require_device(device: str) -> None:
     remedy = "leave --device out, or use --device cpu"
     if torch.endswith("+cpu"):
         raise ConfigError(f"device={device!r}: torch {torch} is built without CUDA; {remedy}")
-    if not gpus and not (_DEVICES / "dxg").exists():  # Windows shows its GPUs to Linux as this one
+    if not gpus and "rocm" not in torch and not (_DEVICES / "dxg").exists():  # as which Windows shows its GPUs to Linux
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "is no GPU on this machine" if named is None else f"is no GPU in CUDA_VISIBLE_DEVICES={named!r}"
         raise ConfigError(f"device={device!r}: there {why}; {remedy}")
