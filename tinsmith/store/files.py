@@ -230,9 +230,12 @@ class CheckpointFiles:
             if "://" in root
             else "name a directory that this user can write"
         )
-        with translated(
-            trouble, ConfigError, lambda error: f"checkpoint_root={root!r} cannot be used: {error}; {remedy}"
-        ):
+
+        def why_not(error: Exception) -> str:
+            told = f"checkpoint_root={root!r} cannot be used: {error}"
+            return told if "; " in str(error) else f"{told}; {remedy}"  # ours say themselves what to do
+
+        with translated(trouble, ConfigError, why_not):
             self.at(self._root).require_usable(only_read)
 
     def at(self, place: str) -> Directory:
