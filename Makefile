@@ -10,13 +10,14 @@
 # make chaos            kill workers, engines, servers and parsers at random moments of SFT and RL runs, whose curves must not change (an hour; 8 minutes on 16 processors)
 # make invariants       print what Tinsmith promises, and which test guards it
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
-# make test-wheel       build the wheels, install them into an empty environment, and run the demo there
+# make test-wheel       build the wheels, install them into an empty environment, and run the demo there; WHEEL_PYTHONS names several Pythons
 # make test-distributed  run the tests of several workers alone; they are part of `make test`
 # make test-gpu         run the numerical tests on this machine's GPU, and keep their output in benchmarks/results/
 # make test-gpus        run the tests of several workers with a GPU for each, which needs two or more, and keep their output there too
 # make test-rl          let the examples of reinforcement learning learn, and draw their curves into rl-output/ (half an hour)
 # Each target installs what it needs by itself.
 # make environments     create the environments in which recipes and vLLM run
+# make docs            make a site of the documentation in site/, with reference pages of all commands, settings, routes, metrics and errors
 # make lint | format | typecheck | proto | clean
 
 VENV := .venv
@@ -38,7 +39,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev environments demo test test-slow test-all mutations chaos invariants test-oldest test-distributed test-recipes test-vllm test-gpu test-gpus test-rl test-wheel lint format typecheck proto clean
+.PHONY: setup dev environments demo test test-slow test-all mutations chaos invariants test-oldest test-distributed test-recipes test-vllm test-gpu test-gpus test-rl test-wheel docs lint format typecheck proto clean
 
 # $(call install,PROJECTS): this project with some of its optional groups, and the one in rl/. Wheels only and exact versions: nothing is
 # built, and no newer torch is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -153,14 +154,20 @@ test-rl: $(DEV_STAMP) $(RECIPES_STAMP)
 	PYTHONPATH=$$(echo $(RECIPES_VENV)/lib/python3*/site-packages) $(PYTHON) -m pytest tests/rl/test_tinker_cookbook.py
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest tests/rl_runs --durations 0 --durations-min 1
 
-# From another folder, so that nothing but the wheels can be imported.
+# From another folder, so that nothing but the wheels can be imported. For several: make test-wheel WHEEL_PYTHONS="python3.11 python3.12 python3.13"
+WHEEL_PYTHONS := python3
 test-wheel:
-	rm -rf dist $(WHEEL_VENV)
-	python3 -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist . ./rl
-	$(WHEEL_VENV)/bin/python -m pip install --quiet --only-binary :all: --constraint constraints.txt --no-compile \
-		dist/tinsmith_rl-*.whl "$$(echo dist/tinsmith-*.whl)[demo]"
-	cd dist && ../$(WHEEL_VENV)/bin/python ../examples/digits.py
+	rm -rf dist
+	set -e; for python in $(WHEEL_PYTHONS); do \
+		rm -rf $(WHEEL_VENV); $$python -m venv $(WHEEL_VENV); \
+		$(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist . ./rl; \
+		$(WHEEL_VENV)/bin/python -m pip install --quiet --only-binary :all: --constraint constraints.txt --no-compile \
+			dist/tinsmith_rl-*.whl "$$(echo dist/tinsmith-*.whl)[demo]"; \
+		(cd dist && ../$(WHEEL_VENV)/bin/python ../examples/digits.py); done
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DEV_STAMP)
+	$(PYTHON) -m mkdocs build --strict --quiet
 
 lint: $(LINT_STAMP)
 	$(PYTHON) -m ruff check
@@ -177,4 +184,4 @@ proto: $(DEV_STAMP)
 	$(PYTHON) -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
 
 clean:
-	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) $(WHEEL_VENV) $(OLDEST) demo-output recipes-output rl-output build dist *.egg-info rl/build rl/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) $(WHEEL_VENV) $(OLDEST) demo-output recipes-output rl-output site build dist *.egg-info rl/build rl/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

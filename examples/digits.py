@@ -216,7 +216,7 @@ The same with a real model on a GPU:
     export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-anything
     python your_tinker_script.py          # base_model="Qwen/Qwen3.5-4B"
 
-`tinsmith serve --help` lists all settings. You can write your own script by changing this one, examples/digits.py.
+`tinsmith serve --help-all` lists all settings. You can write your own script by changing this one, examples/digits.py.
 """
 
 

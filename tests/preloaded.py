@@ -60,6 +60,7 @@ PRELOADED = (
     "tinsmith.engine.__main__",
     "tinsmith.sampling.vllm.verify",
     "tinsmith.server.main",
+    "tinsmith.server.until_stopped",
     "tinsmith.server.parser_process",
     "tinsmith.worker.bases",
     "tinsmith.worker.loop",

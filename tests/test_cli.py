@@ -31,17 +31,31 @@ def test_version() -> None:
     assert (ran.returncode, ran.stdout) == (0, f"tinsmith {__version__}\n")
 
 
-def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
-    page = re.sub(r"\s+", " ", CliRunner().invoke(app, ["serve", "--help"]).output)
+def test_serve_offers_every_setting_with_choices_unit_and_default() -> None:
+    """With --help-all by section; --help has some twenty common ones."""
+    whole, short = (
+        re.sub(r"\s+", " ", CliRunner().invoke(app, ["serve", option]).output) for option in ("--help-all", "--help")
+    )
+    section = ""
     for setting in settings():
-        default = "" if setting.default in ("", []) else f"default: {setting.default}"
-        notes = ", ".join(note for note in (setting.unit, default) if note)
-        value = "" if setting.type is bool else "(NUMBER|TEXT) "
-        assert re.search(
-            rf"{setting.option} {value}{re.escape(f'{setting.help} [{notes}]' if notes else setting.help)}", page
-        ), setting.name
-    assert "--base-model TEXT" in page
-    assert "--config FILE.yaml" in page
+        if len(setting.path) > 1 and setting.path[0] != section:
+            section = setting.path[0]
+            assert f" Section {section}: {setting.option}" in whole
+        value = f" {setting.accepted}" if setting.accepted else f" / {setting.refused}" * bool(setting.refused)
+        row = f" {setting.option}{value} {setting.described}"
+        assert row in whole
+        assert (row in short) == setting.info.common
+        assert all(unit in row for unit in (setting.info.unit, str(setting.default) if setting.default else ""))
+    assert 20 <= sum(setting.info.common for setting in settings()) <= 26
+    assert "--base-model TEXT" in short
+    assert "--config FILE.yaml" in short
+    assert "--sampler local|vllm|none" in short
+    assert "--help-all Show all settings" in short
+
+
+def test_a_switch_that_is_on_can_be_switched_off() -> None:
+    refused = tinsmith_here("serve", "--no-stand-by", "--base-model", "a=/no/such/place")
+    assert "there is no directory '/no/such/place'" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_every_setting_has_a_name_of_its_own_with_its_unit() -> None:
     names = [each.name for each in settings()]
     assert len(names) == len(set(names)) > 20
     for suffix, unit in {"_s": "seconds", "_mib": "MiB", "_gib": "GiB"}.items():
-        assert {each.unit for each in settings() if each.name.endswith(suffix)} == {unit}
+        assert {each.info.unit for each in settings() if each.name.endswith(suffix)} == {unit}
 
 
 def test_options_override_the_environment_which_overrides_the_file_which_overrides_the_defaults(tmp_path: Path) -> None:

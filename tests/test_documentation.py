@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import shlex
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
@@ -301,3 +302,32 @@ def test_options_and_variables_that_the_readme_names_exist() -> None:
     # A Kubernetes variable stands there as an example of one that is refused.
     assert set(re.findall(r"--[a-z][a-z-]+", text)) - options == {"--help"}
     assert set(re.findall(r"TINSMITH_[A-Z_]*[A-Z]\b", text)) - variables == {"TINSMITH_SERVICE_HOST"}
+
+
+def told_commands() -> Iterator[tuple[str, list[str]]]:
+    """Page and words of every command of `tinsmith` in a block of code."""
+    for page in PAGES:
+        blocks = re.split(r"^```.*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1::2]
+        lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+        for part in (part for line in lines for part in re.split(r"&&|\||  +", line.partition("#")[0])):
+            if part.split()[:1] == ["tinsmith"]:
+                # Three dots stand for more options; `&` starts it in the background
+                yield page.name, [word for word in shlex.split(part) if word not in ("...", "&")][1:]
+
+
+def test_commands_in_the_pages_can_be_given() -> None:
+    """Command, arguments and options are there, and values are of their kind; what they do is tested elsewhere."""
+    group = typer.main.get_group(app)
+    told = list(told_commands())
+    assert len(told) > 20
+    wrong = []
+    for page, words in told:
+        command: Any = group  # of the library's own kinds
+        while words and words[0] in getattr(command, "commands", {}):
+            command, words = command.commands[words[0]], words[1:]
+        try:
+            assert not hasattr(command, "commands")
+            command.make_context("tinsmith", list(words))
+        except (AssertionError, typer.BadParameter, typer.BadParameter.__base__) as error:  # type: ignore[misc]
+            wrong.append(f"{page}: {' '.join(words)}: {error}")
+    assert wrong == []

@@ -13,16 +13,16 @@ import shlex
 import signal
 import sys
 import time
-import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from tinsmith import __version__
 from tinsmith.config import CONFIG_VARIABLE, base_model_sources, settings
-from tinsmith.config_values import Setting, at_home, base_model_source, require_empty
+from tinsmith.config_values import Setting, at_home, base_model_source, installer, require_empty
 from tinsmith.errors import ConfigError, TinsmithError, printable
 
 app = typer.Typer(
@@ -159,19 +159,11 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
 
 
 def _option(setting: Setting) -> inspect.Parameter:
-    default = "" if setting.default in ("", []) else f"default: {setting.default}"
-    notes = ", ".join(note for note in (setting.unit, default) if note)
-    is_number = setting.type in (int, float)
-    is_list = typing.get_origin(setting.type) is list
-    option = typer.Option(
-        setting.option,
-        help=f"{setting.help} [{notes}]" if notes else setting.help,
-        show_default=False,
-        metavar="NUMBER" if is_number else "TEXT" if is_list or setting.type is str else None,
-    )
+    names = f"{setting.option}/{setting.refused}" if setting.refused else setting.option
+    option = typer.Option(names, help=setting.described, show_default=False, metavar=setting.accepted or None)
     # A number arrives as a text, because it may be a size such as 2GiB, which config_values.py reads. None means that
     # the option was not given: then the environment, the file or the default decides.
-    kind = str if is_number else setting.type
+    kind = str if setting.type in (int, float) else setting.type
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
@@ -181,6 +173,43 @@ def _parameter(name: str, kind: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
+class _SettingsCommand(TyperCommand):
+    """A command with an option for every setting: its --help shows common ones, --help-all each in its section."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options that are asked for, under the headings of their sections."""
+        sections = dict[str, list[tuple[str, str]]]()
+        known = {each.name: each for each in settings()}
+        for parameter in self.get_params(ctx):
+            setting = known.get(parameter.name or "")
+            row = parameter.get_help_record(ctx)
+            if row is None or (setting and not setting.info.common and not ctx.meta.get(_EVERYTHING)):
+                continue
+            in_section = setting is not None and len(setting.path) > 1 and ctx.meta.get(_EVERYTHING)
+            sections.setdefault(f"Section {setting.path[0]}" if setting and in_section else "Options", []).append(row)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+_EVERYTHING = "tinsmith.everything"
+"""Key of a command's context that says that all settings are asked for."""
+
+
+def _print_all_help(context: typer.Context, wanted: bool) -> None:
+    """Print the help and exit; as the option's value, None is no setting that was given."""
+    if wanted:
+        context.meta[_EVERYTHING] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL = typer.Option(
+    "--help-all",
+    is_eager=True,
+    callback=_print_all_help,
+    help="Show all settings, by section of the file, and exit. --help shows the common ones",
+)
 _FILE = typer.Option(
     "--config",
     parser=_path,
@@ -222,15 +251,18 @@ def _signature(own: list[inspect.Parameter], chosen: Iterable[Setting]) -> inspe
     return inspect.Signature([*own, _parameter("config", Annotated[Path | None, _FILE]), *map(_option, chosen)])
 
 
+_ALL = [_parameter("help_all", Annotated[bool, _HELP_ALL], False)]
+
+
 # Typer reads a command's options from its signature. Those of these commands are made from the settings.
 for _command, _own, _chosen in (
-    (serve, [], list(settings())),
-    (warm, [], list(settings())),
-    (doctor, [], list(settings())),
+    (serve, _ALL, list(settings())),
+    (warm, _ALL, list(settings())),
+    (doctor, _ALL, list(settings())),
     (plan, _PLAN_OPTIONS, [each for each in settings() if each.name in _PLANNED]),
 ):
     _command.__dict__["__signature__"] = _signature(_own, _chosen)
-    app.command()(_command)
+    app.command(cls=None if _command is plan else _SettingsCommand)(_command)
 
 
 @app.command("tiny-model")
@@ -538,43 +570,86 @@ def usage(
     Console(highlight=False).print(usage(data_dir, days, by_hour))
 
 
+_ExportPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="The checkpoint: tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME.",
+    ),
+]
+_Merge = Annotated[bool, typer.Option("--merge", help="Write a complete transformers model instead of a PEFT adapter.")]
+_Gguf = Annotated[
+    bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp, and a Modelfile for Ollama, instead.")
+]
+_MovedBase = Annotated[
+    str | None,
+    typer.Option(
+        help="The base model as [NAME=]PATH_OR_HUB_ID, if it is no longer where it was when the model was trained, or "
+        "is to have another name in the export."
+    ),
+]
+
+
 @app.command("export")
 def export_checkpoint(
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH",
-            help="The checkpoint: tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME.",
-        ),
-    ],
+    path: _ExportPath,
     directory: Annotated[
         Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to write to; created if it does not exist.")
     ],
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Write a complete transformers model instead of a PEFT adapter.")
-    ] = False,
-    base_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Directory or Hub id of the base model, if it is no longer where it was when the model was trained."
-        ),
-    ] = None,
+    merge: _Merge = False,
+    gguf: _Gguf = False,
+    base_model: _MovedBase = None,
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
-    """Write a checkpoint as a PEFT adapter or a merged model."""
+    """Write a checkpoint as a PEFT adapter or a merged model, with a model card."""
     _end_in_order()
     require_empty(directory)
-    if base_model is not None:
-        _, base_model = base_model_source(base_model)
+    _require_exportable(data_dir, path, merge, gguf, base_model)
+    from tinsmith.commands.exchange import export_checkpoint
+
+    export_checkpoint(data_dir, path, directory, merge, gguf, base_model)
+    kind = f"{'the model' if merge else 'the adapter'} in GGUF" if gguf else _export_kind(merge)
+    typer.echo(f"wrote {kind} to {directory}")
+
+
+def _export_kind(merge: bool) -> str:
+    return "a transformers model" if merge else "a PEFT adapter"
+
+
+def _require_exportable(data_dir: Path, path: str, merge: bool, gguf: bool, base_model: str | None) -> None:
+    """Raise what is wrong with a checkpoint or its base before torch is imported, which takes seconds."""
+    if gguf and importlib.util.find_spec("gguf") is None:
+        raise ConfigError(f"--gguf needs the package gguf; install it with: {installer('gguf')}")
+    source = None if base_model is None else base_model_source(base_model)[1]
     from tinsmith.models.files import require_usable
     from tinsmith.store.store import base_of_saved
 
     trained_on = base_of_saved(data_dir, path)
-    require_usable([source for source in [base_model or trained_on] if source is not None], whole=merge)
-    from tinsmith.commands.exchange import export_checkpoint
+    require_usable([each for each in [source or trained_on] if each is not None], whole=merge)
 
-    export_checkpoint(data_dir, path, directory, merge, base_model)
-    typer.echo(f"wrote {'a transformers model' if merge else 'a PEFT adapter'} to {directory}")
+
+@app.command("push-hf")
+def push_to_hub(
+    path: _ExportPath,
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="The repository: OWNER/NAME; made if it is new.")],
+    merge: _Merge = False,
+    gguf: _Gguf = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody read a repository that is new; else only you do.")
+    ] = False,
+    base_model: _MovedBase = None,
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Export a checkpoint to a repository of the Hugging Face Hub, or of another hub that HF_ENDPOINT names.
+
+    It signs in with HF_TOKEN, or as `hf auth login` did.
+    """
+    _end_in_order()
+    _require_exportable(data_dir, path, merge, gguf, base_model)
+    from tinsmith.commands.push import push, require_repository
+
+    require_repository(repository, public)
+    typer.echo(push(data_dir, path, repository, merge, gguf, base_model))
 
 
 @app.command("import")

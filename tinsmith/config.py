@@ -33,8 +33,10 @@ CONFIG_VARIABLE = "TINSMITH_CONFIG"
 class ServerConfig:
     """Settings of the HTTP server."""
 
-    host: str = setting("127.0.0.1", "Network address to listen on; 0.0.0.0 listens on all")
-    port: int = setting(8000, "TCP port to listen on; 0 chooses a free port, which is printed", low=0, high=65535)
+    host: str = setting("127.0.0.1", "Network address to listen on; 0.0.0.0 listens on all", common=True)
+    port: int = setting(
+        8000, "TCP port to listen on; 0 chooses a free port, which is printed", low=0, high=65535, common=True
+    )
     http_servers: int = setting(
         1,
         "Processes that answer HTTP at this address, for more requests than one core can take; with 1 the server "
@@ -42,21 +44,29 @@ class ServerConfig:
         "processes",
         1,
         64,
+        common=True,
     )
     allowed_hosts: list[str] = setting(
         [],
         "Name of this server beside its addresses, localhost and this machine's name; repeat for several. "
         "Requests with another Host, or from web pages of other sites, are refused",
+        common=True,
     )
     trusted_proxies: list[str] = setting(
         [],
         "Address or network of a proxy that tells in X-Forwarded-For and X-Forwarded-Proto who its clients are; "
         "repeat for several. One on this machine is believed anyway",
     )
-    tls_cert: str = setting("", "File of the certificates in PEM with which to serve HTTPS; empty serves HTTP")
-    tls_key: str = setting("", "File of the key of --tls-cert in PEM; empty if the certificate's file has it")
+    tls_cert: str = setting(
+        "", "File of the certificates in PEM with which to serve HTTPS; empty serves HTTP", common=True
+    )
+    tls_key: str = setting(
+        "", "File of the key of --tls-cert in PEM; empty if the certificate's file has it", common=True
+    )
     metrics_address: str = setting(
-        "", "HOST:PORT that answers /metrics to everybody; empty answers it on the server's port, to this machine only"
+        "",
+        "HOST:PORT that answers /metrics to everybody; empty answers it on the server's port, to this machine only",
+        common=True,
     )
     otlp_endpoint: str = setting(
         "",
@@ -202,11 +212,13 @@ class ModelsConfig:
         "Device of the models: cpu, cuda, cuda:N, or auto, which is cuda if there is a GPU, else cpu",
         choices=("auto", "cpu", "cuda", "cuda:N with a number N"),
         pattern=r"auto|cpu|cuda(:[0-9]+)?",
+        common=True,
     )
     dtype: str = setting(
         "auto",
         "Precision of base models: float32, bfloat16, or auto, which is bfloat16 on a GPU and float32 on a CPU",
         choices=("auto", "float32", "bfloat16"),
+        common=True,
     )
     expert_dtype: str = setting(
         "model",
@@ -222,11 +234,12 @@ class ModelsConfig:
         "",
         0.01,
         1,
+        common=True,
     )
     max_context: int = setting(
-        0, "Maximum length of prompt and answer together; 0 is the model's own limit", "tokens", 0
+        0, "Maximum length of prompt and answer together; 0 is the model's own limit", "tokens", 0, common=True
     )
-    max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1)
+    max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1, common=True)
     deterministic: bool = setting(
         False,
         (
@@ -256,6 +269,7 @@ class DistributedConfig:
         "workers",
         0,
         1024,
+        common=True,
     )
     shard: str = setting(
         "auto",
@@ -263,6 +277,7 @@ class DistributedConfig:
         "weights, each holds a slice of every layer (needs --sampler "
         "vllm or none); auto, weights only if a model does not fit otherwise",
         choices=("auto", "none", "weights"),
+        common=True,
     )
     ray_address: str = setting(
         "",
@@ -300,9 +315,10 @@ class TrainingConfig:
         "no memory is planned for it, and the server samples base "
         "models and checkpoints, also those that another server writes to --checkpoint-root",
         choices=("any", "none"),
+        common=True,
     )
     tokens_per_pass: int = setting(
-        8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1
+        8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1, common=True
     )
     logits_chunk: int = setting(
         1024,
@@ -325,8 +341,9 @@ class TrainingConfig:
         ),
         "models",
         0,
+        common=True,
     )
-    planned_rank: int = setting(32, "LoRA rank of the planned models; 0 trains all parameters", "", 0)
+    planned_rank: int = setting(32, "LoRA rank of the planned models; 0 trains all parameters", "", 0, common=True)
     full_state: str = setting(
         "float32",
         "What training of all parameters (rank 0) keeps beside the weights: float32, exact; "
@@ -384,6 +401,7 @@ class SamplingConfig:
             "none, sample requests are refused"
         ),
         choices=("local", "vllm", "none"),
+        common=True,
     )
     kv_cache_gib: float = setting(
         0.0,
@@ -393,6 +411,7 @@ class SamplingConfig:
         ),
         "GiB",
         0,
+        common=True,
     )
     snapshot_gib: float = setting(
         4.0, "Memory for sampled weights in each worker; when full, the least recently sampled move to disk", "GiB", 0
@@ -482,12 +501,17 @@ class VLLMConfig:
 class Config:
     """All settings of a server."""
 
-    base_models: list[str] = setting([], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several")
-    data_dir: str = setting("tinsmith-data", "Directory of database, checkpoints and all else that survives a restart")
+    base_models: list[str] = setting(
+        [], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several", common=True
+    )
+    data_dir: str = setting(
+        "tinsmith-data", "Directory of database, checkpoints and all else that survives a restart", common=True
+    )
     database_url: str = setting(
         "",
         "PostgreSQL database of this data directory, such as postgresql+psycopg://USER@HOST/NAME; the directory keeps "
         "it, for other commands and later starts. Empty is a SQLite file in it",
+        common=True,
     )
     checkpoint_root: str = setting(
         "",
@@ -495,11 +519,13 @@ class Config:
             "Where to write new checkpoints: a directory, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX; "
             "empty is inside the data directory"
         ),
+        common=True,
     )
     log_level: str = setting(
         "info",
         "Least important lines to log: debug (adds a line for each sample), info, warning or error",
         choices=LEVELS,
+        common=True,
     )
     log_format: str = setting(
         "text", "Form of log lines: text, or json with session, model and request of each", choices=FORMATS

@@ -57,7 +57,7 @@ class SettingInfo:
     """Description of a setting beside name, type and default.
 
     `low` and `high` are inclusive. `choices` are the values of a text, or, with a `pattern` that matches them, only
-    their description.
+    their description. `common` settings are those that `serve --help` shows.
     """
 
     help: str
@@ -66,6 +66,7 @@ class SettingInfo:
     high: float | None = None
     choices: tuple[str, ...] = ()
     pattern: str = ""
+    common: bool = False
 
 
 def setting(
@@ -76,9 +77,10 @@ def setting(
     high: float | None = None,
     choices: tuple[str, ...] = (),
     pattern: str = "",
+    common: bool = False,
 ) -> Any:
     """Declare a field with the arguments of `SettingInfo`."""
-    metadata = {"info": SettingInfo(help, unit, low, high, choices, pattern)}
+    metadata = {"info": SettingInfo(help, unit, low, high, choices, pattern, common)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -105,7 +107,10 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
 
     def why_not(error: Exception) -> str:
         reason = " ".join(str(error).split())  # a YAML error spans several lines
-        return f"cannot read the configuration file {file}: {reason}; it must be YAML in UTF-8"
+        remedy = (
+            "correct the path, or let this user read it" if isinstance(error, OSError) else "it must be YAML in UTF-8"
+        )
+        return f"cannot read the configuration file {file}: {reason}; {remedy}"
 
     with translated((OSError, UnicodeDecodeError, yaml.YAMLError), ConfigError, why_not):
         tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
@@ -237,8 +242,7 @@ class Setting:
     path: tuple[str, ...]
     type: Any
     default: Any
-    help: str
-    unit: str
+    info: SettingInfo
 
     @property
     def name(self) -> str:
@@ -246,10 +250,29 @@ class Setting:
         return self.path[-1]
 
     @property
+    def accepted(self) -> str:
+        """A word for the value in help: the choices, or NUMBER or TEXT; empty for a switch."""
+        if self.info.choices:
+            return "|".join(choice.partition(" ")[0] for choice in self.info.choices)
+        return "" if self.type is bool else "NUMBER" if self.type in (int, float) else "TEXT"
+
+    @property
+    def described(self) -> str:
+        """The help with unit and default."""
+        default = "" if self.default in ("", []) else f"default: {self.default}"
+        notes = ", ".join(note for note in (self.info.unit, default) if note)
+        return f"{self.info.help} [{notes}]" if notes else self.info.help
+
+    @property
     def option(self) -> str:
         """Such as "--kv-cache-gib"; in the singular if repeating it fills a list."""
         name = re.sub("ies$", "y", self.name).removesuffix("s") if typing.get_origin(self.type) is list else self.name
         return f"--{name.replace('_', '-')}"
+
+    @property
+    def refused(self) -> str:
+        """Such as "--no-stand-by", of a switch that is on; else empty."""
+        return f"--no-{self.option[2:]}" if self.default is True else ""
 
     @property
     def variable(self) -> str:
@@ -264,8 +287,7 @@ def settings_of(section: Any, path: tuple[str, ...] = ()) -> Iterator[Setting]:
         if dataclasses.is_dataclass(value):
             yield from settings_of(value, (*path, spec.name))
         else:
-            info = spec.metadata["info"]
-            yield Setting((*path, spec.name), hints[spec.name], value, info.help, info.unit)
+            yield Setting((*path, spec.name), hints[spec.name], value, spec.metadata["info"])
 
 
 def fill_from_environment(config: Any, environment: Mapping[str, str]) -> None:
@@ -286,7 +308,7 @@ def _variable_remedy(variable: str, known: set[str]) -> str:
     similar = closest(variable.removeprefix(_PREFIX), names)
     if similar:
         return f"did you mean {_PREFIX}{similar}?"
-    return f"unset it, or name it after a setting, such as {_PREFIX}PORT; `tinsmith serve --help` lists them"
+    return f"unset it, or name it after a setting, such as {_PREFIX}PORT; `tinsmith serve --help-all` lists them"
 
 
 def _words(text: str, variable: str) -> list[str]:

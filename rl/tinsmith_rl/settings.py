@@ -58,7 +58,9 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
 
     def unread(error: Exception) -> ConfigError:
         reason = " ".join(str(error).split())  # a YAML error spans several lines
-        return ConfigError(f"cannot read the configuration file {file}: {reason}; it must be YAML in UTF-8")
+        missing = isinstance(error, OSError)
+        remedy = "correct the path, or let this user read it" if missing else "it must be YAML in UTF-8"
+        return ConfigError(f"cannot read the configuration file {file}: {reason}; {remedy}")
 
     with translated((OSError, UnicodeDecodeError, yaml.YAMLError), unread):
         tree = yaml.load(file.read_text(encoding="utf-8"), Loader)

@@ -148,7 +148,7 @@ FUTURES = [
     Case(
         "base_url with the prefix",
         get("api/v1/client/config", 404),
-        "the client adds /api/v1 to its base_url by itself; leave it off",
+        "the client adds /api/v1 to its base_url by itself; leave out what",
     ),
 ]
 

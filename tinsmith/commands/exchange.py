@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -10,19 +11,21 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
+from tinsmith.commands.model_card import model_card
 from tinsmith.config import Config
 from tinsmith.config_values import WRITTEN_BESIDE, base_model_source, require_empty
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.errors import ConfigError, TinsmithError, UserError, translated
-from tinsmith.models.files import holds_all_weights, local_directory
+from tinsmith.models.files import holds_all_weights, local_directory, read_object
 from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of
-from tinsmith.models.full import FullWeights
-from tinsmith.models.layout import read_layout
+from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.layout import Layout, read_layout
 from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import opened
 from tinsmith.training.checkpoint import About, SavedState, read_about, stored_weights, write_state
+from tinsmith.training.gguf_files import require_gguf, write_adapter_gguf, write_model_gguf, write_modelfile
 from tinsmith.training.peft_format import read_peft, write_merged, write_peft
 from tinsmith.wire.paths import imported_paths, parse_path
 from tinsmith.worker.checkpoint_files import opened_files, write_files
@@ -30,12 +33,17 @@ from tinsmith.worker.checkpoint_files import opened_files, write_files
 log = logging.getLogger(__name__)
 
 
-def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, base_source: str | None) -> None:
+def export_checkpoint(
+    data_dir: Path, path: str, directory: Path, merge: bool, gguf: bool = False, moved_base: str | None = None
+) -> None:
     """Write a checkpoint as a PEFT adapter, or, with `merge`, as a transformers model; full weights need it.
 
-    `base_source` is where the base model is now, if it has moved; the adapter then names it. Raises TinsmithError: no
-    such checkpoint, `directory` in use, another base model or none, full weights without `merge`.
+    With `gguf` a file for llama.cpp and Ollama's Modelfile are written instead, and always a model card.
+
+    `moved_base` is [NAME=]PATH_OR_HUB_ID of the base model, if it is elsewhere now; the export then names it so. Raises
+    TinsmithError: no such checkpoint, `directory` in use, another base model or none, full weights without `merge`.
     """
+    base_name, base_source = (None, None) if moved_base is None else base_model_source(moved_base)
     require_empty(directory)
     kind = parse_path(path).kind
     if kind == "external":
@@ -65,11 +73,40 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
         raise UserError(
             f"{path} is of rank 0: all parameters were trained, and there is no adapter to write; add --merge"
         )
+    public_name = base_name or about.public_base
+    if Path(public_name).is_absolute():
+        log.warning("the export names its base %s, which others do not have: add --base-model NAME=PATH", public_name)
     with _whole(directory) as files:
-        if isinstance(weights, FullWeights) or merge:
-            write_merged(weights, base, source, files)
+        if gguf:
+            _write_gguf(weights, base, source, found.name, public_name, files, merge)
         else:
-            write_peft(weights, base, base_source or about.public_base, files)
+            _write(weights, base, source, public_name, files, merge)
+        card = model_card(found, about, public_name, local_directory(source), merge, gguf)
+        (files / "README.md").write_text(card, encoding="utf-8")
+
+
+def _write(weights: Weights, base: Layout, source: str, public_name: str, files: Path, merge: bool) -> None:
+    if merge:
+        write_merged(weights, base, source, files)
+    else:
+        assert not isinstance(weights, FullWeights)
+        write_peft(weights, base, public_name, files)
+
+
+def _write_gguf(
+    weights: Weights, base: Layout, source: str, name: str, public_name: str, files: Path, merge: bool
+) -> None:
+    """Write GGUF and a Modelfile; what they are made of lies beside them meanwhile."""
+    require_gguf(base.family.model_type)
+    with tempfile.TemporaryDirectory(dir=files) as scratch:
+        _write(weights, base, source, public_name, Path(scratch), merge)
+        if merge:
+            write_model_gguf(Path(scratch), name, files)
+        else:
+            directory = local_directory(source)
+            assert directory is not None  # its layout was read
+            write_adapter_gguf(Path(scratch), read_object(directory / "config.json"), name, files)
+    write_modelfile(files, public_name, merge)
 
 
 @contextlib.contextmanager

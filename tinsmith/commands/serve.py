@@ -36,15 +36,19 @@ def warm(config: Config) -> float:
 
 def _require_servable(config: Config) -> None:
     sources = base_model_sources(config)
-    from tinsmith.models.files import require_usable
+    from tinsmith.models.files import require_found, require_usable
 
     require_usable(sources.values(), whole=True)
-    from tinsmith.protocol.devices import visible_gpus, worker_count
+    from tinsmith.protocol.devices import require_device, visible_gpus, worker_count
     from tinsmith.sampling.vllm.options import require_vllm
 
+    if not config.distributed.ray_address:
+        require_device(config.models.device)
     # The engine asks again, and PyTorch too; here what it refuses is said before anything starts.
     workers = worker_count(config, usable=visible_gpus())
     require_vllm(config)  # before the next imports, which take a second
+    for source in sources.values():
+        require_found(source)
     from tinsmith.memory.shard_choice import chosen_shard
 
     config.distributed.shard = chosen_shard(config, workers)

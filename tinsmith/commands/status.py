@@ -30,7 +30,7 @@ def fetch(url: str, path: str, key: str, has: str) -> dict[str, Any]:
 
     def why_none(error: Exception) -> str:
         if not isinstance(error, HTTPError):
-            return f"no Tinsmith server answers at {shown}: {why_unanswered(error)}"
+            return f"no Tinsmith server answers at {shown}: {why_unanswered(error)}; `tinsmith ping` says what to do"
         if error.code == 403:
             return f"{shown} needs the API key of an admin for this: set TINKER_API_KEY, or give --api-key"
         if error.code == 401:

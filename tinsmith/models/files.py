@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 from tinsmith.errors import ConfigError, printable, quoted
+from tinsmith.http_client import open_url, why_unanswered
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model*.bin"
@@ -94,6 +96,8 @@ _SAME_SIZES = {
 }
 """Sizes of an image processor that a vision tower has too, and what they are called there."""
 _AGAIN = "download it again"
+_HUB_S = 20.0
+"""Seconds that the Hub may take to answer."""
 
 
 def require_usable(sources: Iterable[str], whole: bool) -> None:
@@ -148,6 +152,33 @@ def local_directory(source: str) -> Path | None:
 
     found = try_to_load_from_cache(source, "config.json")
     return Path(found).parent if isinstance(found, str) else None
+
+
+def require_found(source: str) -> None:
+    """Raise ConfigError for a Hub id that is neither on this machine nor at the Hub. Loading it asks for minutes."""
+    if local_directory(source) is not None:
+        return
+    from huggingface_hub import constants, get_token
+
+    remedy = "download it elsewhere, and name its directory: [NAME=]PATH"
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"{source} is not on this machine, and HF_HUB_OFFLINE is set: unset it, or {remedy}")
+    hub, token = constants.ENDPOINT, get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        open_url(f"{hub}/{source}/resolve/main/config.json", _HUB_S, headers).close()
+    except HTTPError as error:
+        error.close()
+        if error.code in (401, 403, 404):
+            raise ConfigError(
+                f"{source} is neither on this machine nor for you at {hub} (HTTP {error.code}): correct the name; or, "
+                "for a model with conditions, accept them there and set HF_TOKEN"
+            ) from error
+        # Others, such as a Hub that is busy, may pass
+    except OSError as error:
+        raise ConfigError(
+            f"{source} is not on this machine, and {hub} cannot be asked: {why_unanswered(error)}; {remedy}"
+        ) from error
 
 
 def code_of_its_own(source: str) -> str | None:

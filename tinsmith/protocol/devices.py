@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 
@@ -19,6 +20,20 @@ _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-.+)\s*")
 """A GPU in CUDA_VISIBLE_DEVICES: number or UUID."""
 COUNTING_S = 120.0
 """Seconds that PyTorch may take to count usable GPUs, with files on a slow disk."""
+
+
+def require_device(device: str) -> None:
+    """Raise ConfigError for a GPU that is asked for and cannot be had. Whether PyTorch can use it is seen later."""
+    if not device.startswith("cuda"):
+        return
+    torch, gpus = version("torch"), visible_gpus()
+    remedy = "leave --device out, or use --device cpu"
+    if torch.endswith("+cpu"):
+        raise ConfigError(f"device={device!r}: torch {torch} is built without CUDA; {remedy}")
+    if not gpus and "rocm" not in torch and not (_DEVICES / "dxg").exists():  # as which Windows shows its GPUs to Linux
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "is no GPU on this machine" if named is None else f"is no GPU in CUDA_VISIBLE_DEVICES={named!r}"
+        raise ConfigError(f"device={device!r}: there {why}; {remedy}")
 
 
 def worker_count(config: Config, gpus: int | None = None, usable: int | None = None) -> int:

@@ -55,11 +55,11 @@ def create_app(front: Front) -> FastAPI:
 
 
 async def _not_built(request: Request) -> Response:
-    if request.url.path.startswith(f"{PREFIX}{PREFIX}/"):
+    if request.url.path.rfind(f"{PREFIX}/") > 0:
         base_url = str(request.base_url).rstrip("/")
         raise NotFoundError(
             f"{request.url.path} does not exist: the client adds {PREFIX} to its base_url by itself; "
-            f"leave it off, as in base_url={base_url!r}"
+            f"leave out what stands before, as in base_url={base_url!r}"
         )
     # Not 501, which would be fitting: the SDK sends 5xx again for minutes.
     raise NotFoundError(f"{request.method} {request.url.path} is not built in this version of Tinsmith")

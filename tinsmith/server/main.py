@@ -1,37 +1,26 @@
-"""Starts and stops a server: HTTP, the engine process and the process that parses large requests."""
+"""Starts a server: checks its address, data directory, database and keys, and holds them while it runs.
 
-import asyncio
+`until_stopped.py`, which takes a second to import, comes after these checks: what is wrong is said before.
+"""
+
 import contextlib
 import errno
 import ipaddress
-import logging
 import resource
 import shlex
-import signal
 import socket
 import ssl
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-import uvloop
-
 from tinsmith.config import Config, ServerConfig
-from tinsmith.errors import ConfigError, StoreUnavailableError, reported, translated
+from tinsmith.errors import ConfigError, translated
 from tinsmith.logs import start_logging
-from tinsmith.server.app import HttpServer, collect_seldom, create_app, http_config
-from tinsmith.server.front import Front, front_beside
-from tinsmith.server.http_servers import HttpServers
-from tinsmith.server.hub import Hub
-from tinsmith.server.lifetimes import keep_up
-from tinsmith.server.routes.metrics import metrics_app
 from tinsmith.store.database import use_database
 from tinsmith.store.disk import only_user
 from tinsmith.store.keys import list_keys
 from tinsmith.store.store import Store
-
-log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _OPEN_FILES = 65536
@@ -78,7 +67,9 @@ def _run(config: Config, until_ready: bool) -> None:
         store.hold()
         store.check()
         _require_keys_or_loopback(config, listener, store)
-        signals = uvloop.run(_serve(config, listener, for_metrics, store, data_dir, until_ready))
+        from tinsmith.server.until_stopped import run_until_stopped
+
+        signals = run_until_stopped(config, listener, for_metrics, store, data_dir, until_ready)
     if len(signals) > 1 or (signals and until_ready):
         raise SystemExit(128 + signals[-1])
 
@@ -113,7 +104,7 @@ def listening(host: str, port: int, option: str = "--port {}") -> Iterator[socke
         remedy = (
             f"another program listens there; stop it, or choose another port with {option.format(port + 1)}"
             if used
-            else str(error)
+            else f"{error}; give --host an address of this machine, such as 127.0.0.1"
         )
         return f"cannot listen on host={host} port={port}: {remedy}"
 
@@ -135,92 +126,6 @@ def _listening_for_metrics(address: str) -> Iterator[socket.socket | None]:
         raise ConfigError(f"metrics_address={address!r} is not HOST:PORT; give it as --metrics-address 127.0.0.1:9100")
     with listening(host.strip("[]"), int(port), f"--metrics-address {host}:{{}}") as listener:
         yield listener
-
-
-async def _serve(
-    config: Config,
-    listener: socket.socket,
-    for_metrics: socket.socket | None,
-    store: Store,
-    data_dir: Path,
-    until_ready: bool,
-) -> list[int]:
-    """Serve until a signal, or until the engine is ready; returns the signals that came."""
-    hub = Hub(config, store, data_dir)
-    front = front_beside(hub, data_dir)
-    collect_seldom()
-    http = _http_of(hub, front)
-    beside = HttpServer(http_config(metrics_app(front), config.server))
-    stop = asyncio.Event()
-    signals: list[int] = []
-
-    def on_signal(number: int) -> None:
-        if number == signal.SIGHUP and stop.is_set():
-            return  # a terminal that is closed sends two: its shell does, and the system
-        signals.append(number)
-        holds = hub.engine.takes_messages
-        if stop.is_set():
-            log.warning("the server ends at once%s", ": the next one brings its models back" if holds else "")
-            http.end(at_once=True)
-            hub.engine.kill()
-        elif holds:
-            log.info(
-                "the server stops once its engine has saved the models that are loaded; a second Ctrl-C ends it at once"
-            )
-        else:
-            log.info("the server stops; its engine is not ready, and has no models to save")
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup it is ignored
-            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    _announce(config, listener)
-    if for_metrics is not None:
-        log.info("metrics at %s/metrics", _url(for_metrics, config.server))
-    engine_task = asyncio.create_task(hub.engine.run())
-    http_task = asyncio.create_task(http.serve([listener]))
-    beside_task = None if for_metrics is None else asyncio.create_task(beside.serve([for_metrics]))
-    stop_task = asyncio.create_task(stop.wait())
-    lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
-    ready_task = [asyncio.create_task(hub.engine.ready.wait())] if until_ready else []
-    await asyncio.wait([engine_task, http_task, stop_task, *ready_task], return_when=asyncio.FIRST_COMPLETED)
-    http.end()
-    beside.end()
-    hub.waiters.close()
-    hub.samples.end_streams()
-    await hub.engine.stop()
-    await http_task
-    if beside_task is not None:
-        await beside_task
-    for waiting in (stop_task, *ready_task):
-        waiting.cancel()
-    lifetimes_task.cancel()
-    try:
-        await engine_task
-    finally:
-        front.bodies.parser.close()
-        hub.close()
-        with reported(StoreUnavailableError, partial(log.error, "what the last samples have used is not metered: %s")):
-            await hub.budgets.flush()
-        hub.store.close()
-    return signals
-
-
-def _http_of(hub: Hub, front: Front) -> HttpServer | HttpServers:
-    """Make the servers that answer HTTP: this process, with `front`, or several others."""
-    if hub.config.server.http_servers > 1:
-        return HttpServers(hub)
-    front.bodies.parser.start()
-    return HttpServer(http_config(create_app(front), hub.config.server))
-
-
-def _announce(config: Config, listener: socket.socket) -> None:
-    log.info("listening on %s, data in %s", _url(listener, config.server), config.data_dir)
-
-
-def _url(listener: socket.socket, server: ServerConfig) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"{'https' if server.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _require_keys_or_loopback(config: Config, listener: socket.socket, store: Store) -> None:

@@ -31,8 +31,8 @@ SNAPSHOT_FILE = "snapshot.json"
 """Says of which snapshot the files of a directory are."""
 KEPT_DIR = "kept_copies"
 """Copies that restore models after a crash."""
-ABOUT_FILE = "checkpoint.json"
-"""Names the base model of a checkpoint."""
+ABOUT_FILE, OPTIMIZER_FILE = "checkpoint.json", "optimizer.safetensors"
+"""The file of a checkpoint that names its base model, and the one of its optimizer."""
 WRITING_PREFIX = ".writing-"
 """Begins the name of an unfinished directory; the final name follows."""
 _JOINT = "joint"
@@ -224,7 +224,18 @@ class CheckpointFiles:
                 f"checkpoint_root={root!r} names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
             )
         trouble = (ImportError, FileNotFoundError, ValueError, TinsmithError)  # an unknown kind of store, or no access
-        with translated(trouble, ConfigError, lambda error: f"checkpoint_root={root!r} cannot be used: {error}"):
+        remedy = (
+            "look at its name and at the credentials of its store (AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, or "
+            "GOOGLE_APPLICATION_CREDENTIALS)"
+            if "://" in root
+            else "name a directory that this user can write"
+        )
+
+        def why_not(error: Exception) -> str:
+            told = f"checkpoint_root={root!r} cannot be used: {error}"
+            return told if "; " in str(error) else f"{told}; {remedy}"  # ours say themselves what to do
+
+        with translated(trouble, ConfigError, why_not):
             self.at(self._root).require_usable(only_read)
 
     def at(self, place: str) -> Directory:

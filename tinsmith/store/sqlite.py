@@ -145,7 +145,8 @@ class SQLiteDatabase:
 def open_sqlite(data_dir: Path, busy_s: float) -> SQLiteDatabase:
     """Open the database in `data_dir`; create both if needed. Raises as `open_database`."""
     path = data_dir / FILE_NAME
-    with translated(OSError, ConfigError, lambda error: f"data_dir={data_dir} cannot be made: {error}"):
+    remedy = "choose another with --data-dir, or let this user write there"
+    with translated(OSError, ConfigError, lambda error: f"data_dir={data_dir} cannot be made: {error}; {remedy}"):
         make_directory(data_dir)
     opening = _engine(path, BUSY_S, is_new=not path.exists())
     with ExitStack() as failed:

@@ -22,7 +22,8 @@ from tinsmith.store.blobs import BlobFile, BlobFiles
 from tinsmith.store.checkpoints import CheckpointStore, put
 from tinsmith.store.database import Database, open_database, require_data
 from tinsmith.store.fence import BUSY_S
-from tinsmith.store.files import ABOUT_FILE, WRITING_S, CheckpointFiles, Entry
+from tinsmith.store.files import ABOUT_FILE, OPTIMIZER_FILE, WRITING_S, CheckpointFiles, Entry
+from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.records import Checkpoint, Command, HistoryChange, NewCommand, Outcome
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ _KEEP_AFTER_DROP = 0.95
 """Share of the limit that is left when some has to go."""
 _DELETED_AT_ONCE = 64
 """Images deleted in one transaction, for which others wait."""
+_SOON_COMPARED = 2**30
+"""Bytes of a file that a second or two compares with its digest."""
 
 
 class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
@@ -223,10 +226,17 @@ def opened(data_dir: Path) -> Iterator[Store]:
 def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
     """The source of a checkpoint's base model; None if its files do not say.
 
-    Raises as `require_checkpoint`, and ConfigError if there is no database.
+    Raises as `require_checkpoint`, ConfigError if there is no database, and TinsmithError for weights on this machine
+    that are damaged. Large ones are not compared, because the export compares all of them.
     """
     with opened(data_dir) as store:
         files = CheckpointFiles(data_dir).at(store.require_checkpoint(tinker_path).directory)
+    if files.is_local:
+        manifest = read_manifest(Path(files.path), files.path)
+        small = [name for name, file in manifest.files.items() if file.size <= _SOON_COMPARED]
+        verify_files(
+            manifest, Path(files.path), files.path, [name for name in small if name not in (ABOUT_FILE, OPTIMIZER_FILE)]
+        )
     with suppress(OSError, ValueError, KeyError, TypeError):  # the export reads it again and says what is wrong
         source = json.loads(b"".join(files.read(ABOUT_FILE, range(files.sizes().get(ABOUT_FILE, 0)))))["base_source"]
         return source if isinstance(source, str) else None

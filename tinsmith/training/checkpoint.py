@@ -30,13 +30,13 @@ from tinsmith.models.fingerprint import check_fingerprint
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, LoraPair, adapter_of
 from tinsmith.protocol.shapes import LoraShape, WeightsRef
-from tinsmith.store.files import ABOUT_FILE
+from tinsmith.store.files import ABOUT_FILE, OPTIMIZER_FILE
 from tinsmith.training.tensor_files import write_tensors
 from tinsmith.training.update_check import MOMENTS
 
 FORMAT_VERSION = 2
 
-WEIGHTS_FILE, OPTIMIZER_FILE = "adapter.safetensors", "optimizer.safetensors"
+WEIGHTS_FILE = "adapter.safetensors"
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.work import CallFailed, DropFiles, ExportModel, FinishSave, PartWritten, SaveModel, type_of
 from tinsmith.store.disk import sync
-from tinsmith.store.files import CheckpointFiles, deleted_at_last
+from tinsmith.store.files import OPTIMIZER_FILE, CheckpointFiles, deleted_at_last
 from tinsmith.store.manifest import read_manifest, verify_files, write_manifest
 from tinsmith.store.pieces import Told, check_pieces, write_pieces
 from tinsmith.store.records import Checkpoint
-from tinsmith.training.checkpoint import OPTIMIZER_FILE, has_moments, read_about
+from tinsmith.training.checkpoint import has_moments, read_about
 from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
 from tinsmith.worker.background import Background
 from tinsmith.worker.exports import export_files, parse_recipients

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Size, Tensor, float32
 
-from tinsmith.store.files import ABOUT_FILE
+from tinsmith.store.files import ABOUT_FILE, OPTIMIZER_FILE
 from tinsmith.store.pieces import FilePiece
-from tinsmith.training.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, About
+from tinsmith.training.checkpoint import WEIGHTS_FILE, About
 from tinsmith.training.parallel.flat_row import FlatRow
 from tinsmith.training.tensor_files import TensorFile
 from tinsmith.training.update_check import ENTRIES
