@@ -4,6 +4,7 @@ A grammar is a text in Lark's form. llguidance reads it here and inside vLLM.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,10 +13,11 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from tinsmith.errors import ParameterError, UserError
+from tinsmith.chat.template import ChatFormat
+from tinsmith.chat.tools import MARKS
+from tinsmith.errors import ParameterError, UserError, quoted
 
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-"""The schema of every object of JSON."""
+_NAME = re.compile(r"[\w.-]+")
 _LONGEST = 2**17
 """Characters of a grammar."""
 _SPACE = r"[ \n]{0,32}"
@@ -27,24 +29,56 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     return f"start: {_json(schema)}"
 
 
-def call_grammar(schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
-    """Return the grammar of calls of these tools, as `form_of` calls `json`; at most so many, and at least one.
+def call_grammar(model: ChatFormat, schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
+    """Return the grammar of calls of these tools in the form of the model; at least one, at most so many.
 
-    `schemas` are those of the arguments, by the name of the tool.
+    `schemas` are those of the arguments, by the name of the tool. Raises ParameterError for a name that is no word.
     """
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": {"type": "object", **schema}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, schema in schemas.items()
-    ]
-    rules = [f"call{number}: {_json(each)}" for number, each in enumerate(calls)]
-    names = " | ".join(f"call{number}" for number in range(len(calls)))
+    # llguidance knows a token that looks like a mark by this name alone
+    opened, closed = (mark if model.tokenizer.token_to_id(mark) is not None else _text(mark) for mark in MARKS)
+    rules, calls = list[str](), list[str]()
+    for number, (name, schema) in enumerate(schemas.items()):
+        if not _NAME.fullmatch(name):
+            raise ParameterError(f"tools: {quoted(name)} is no name of a function; use letters, digits, _ and -")
+        calls.append(f"call{number}")
+        rules += _xml_call(number, name, schema) if model.calls == "xml" else [_json_call(number, name, schema)]
     again = '("\\n" call)*' if most is None else ""
-    return "\n".join([f"start: call {again}", f'call: "<tool_call>\\n" ({names}) "\\n</tool_call>"', *rules])
+    one = f'call: {opened} "\\n" ({" | ".join(calls)}) "\\n" {closed}'
+    return "\n".join([f"start: call {again}", one, *rules])
+
+
+def _json_call(number: int, name: str, schema: Mapping[str, Any]) -> str:
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": {"type": "object", **schema}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+    return f"call{number}: {_json(call)}"
+
+
+def _xml_call(number: int, name: str, schema: Mapping[str, Any]) -> list[str]:
+    """Parameters come in the order of the schema."""
+    parts, rules = [_text(f"<function={name}>\n")], []
+    needed = schema.get("required") or ()
+    for index, (parameter, of_value) in enumerate((schema.get("properties") or {}).items()):
+        if not _NAME.fullmatch(parameter):
+            raise ParameterError(f"tools: {quoted(parameter)} is no name of a parameter; use letters, digits, _ and -")
+        rule, end = f"value{number}x{index}", _text("\n</parameter>\n")
+        if isinstance(of_value, Mapping) and of_value.get("type") == "string" and "enum" not in of_value:
+            rules.append(f"{rule}[suffix={end}]: /(?s:.*)/")
+        elif isinstance(of_value, Mapping) and all(isinstance(each, str) for each in of_value.get("enum", (0,))):
+            rules.append(f"{rule}: ({' | '.join(map(_text, of_value['enum']))}) {end}")
+        else:
+            rules.append(f"{rule}: {_json(of_value if isinstance(of_value, Mapping) else {})} {end}")
+        part = f"({_text(f'<parameter={parameter}>' + chr(10))} {rule})"
+        parts.append(part if parameter in needed else f"{part}?")
+    return [f"call{number}: {' '.join(parts)} {_text('</function>')}", *rules]
+
+
+def _text(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ OPEN = {"/livez", "/readyz", "/healthz", "/download/{run_id}/{name}/{file:path}"
 _LOOKS = {
     *("/client/config", "/client/dynamic_config", "/telemetry"),
     *("/get_info", "/weights_info", "/sessions/search", "/retrieve_future"),
+    "/anthropic/api/v1/messages/count_tokens",
 }
 """POST routes that change nothing."""
 _JSON_BYTES = 64 * 1024

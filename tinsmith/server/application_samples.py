@@ -102,14 +102,17 @@ async def asked_weights(request: Request, name: str) -> AskedWeights:
 
 
 async def grammar_of(where: AskedWeights, asked: Conversation) -> str | None:
-    """The grammar that the answer keeps to. Raises ParameterError for schemas that cannot be kept to."""
+    """The grammar that the answer keeps to.
+
+    Raises ParameterError for tools that the model cannot call, and schemas that cannot be kept to.
+    """
+    if asked.offered and where.model.calls is None:
+        raise ParameterError(
+            f"tools: the chat template of {where.weights.facts.name} has none, or its calls have a form that is not "
+            "known here; describe them in a message"
+        )
     if asked.forced_tools:
-        if where.model.calls != "json":
-            raise ParameterError(
-                f"tool_choice: calls of {where.weights.facts.name} have a form that no answer can be held to here; "
-                "send auto"
-            )
-        parameter, grammar = "tools", call_grammar(asked.forced_tools, asked.most_calls)
+        parameter, grammar = "tools", call_grammar(where.model, asked.forced_tools, asked.most_calls)
     elif asked.schema_of_answer is not None:
         parameter, grammar = "response_format", json_grammar(asked.schema_of_answer)
     else:
@@ -123,11 +126,6 @@ async def conversation_prompt(request: Request, where: AskedWeights, asked: Conv
     for name in RESERVED:
         if name in asked.template_options:
             raise ParameterError(f"chat_template_kwargs.{name}: the server sets this itself; leave it out")
-    if asked.offered and where.model.calls is None:
-        raise ParameterError(
-            f"tools: the chat template of {where.weights.facts.name} has none, or its calls have a form that is not "
-            "known here; describe them in a message"
-        )
     # Beside the event loop, unless it is soon done
     is_plain = "content-encoding" not in request.headers
     size = int(request.headers.get("content-length", SMALL_BYTES + 1)) if is_plain else SMALL_BYTES + 1

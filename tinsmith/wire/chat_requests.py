@@ -20,7 +20,7 @@ _MOST_STOPS, _MOST_STOP_CHARACTERS = MAX_STOP_STRINGS // 2, MAX_STOP_CHARACTERS 
 """Stop strings and their characters; the end of a turn comes to them."""
 _FEW_TOKENS = 16
 """Most new tokens of a completion that does not say how many."""
-_IMAGES = {"data:image/png;base64": "png", "data:image/jpeg;base64": "jpeg", "data:image/jpg;base64": "jpeg"}
+IMAGES = {"data:image/png;base64": "png", "data:image/jpeg;base64": "jpeg", "data:image/jpg;base64": "jpeg"}
 """Formats of images, by the beginning of their URI."""
 
 
@@ -362,14 +362,19 @@ def _parts(where: str, content: Sequence[_TextPart | _ImagePart], images: list[t
 
 def _image(where: str, url: str) -> tuple[str, str]:
     kind, comma, data = url.partition(",")
-    if not comma or kind.lower() not in _IMAGES:
+    if not comma or kind.lower() not in IMAGES:
         raise ParameterError(
             f"{where}: send the image itself, as data:image/png;base64,... or data:image/jpeg;base64,..., "
             f"got {quoted(url)}"
         )
+    check_image(where, data)
+    return IMAGES[kind.lower()], data
+
+
+def check_image(where: str, data: str) -> None:
+    """Raise ParameterError for an image that does not begin as base64 does."""
     with translated(ValueError, ParameterError, lambda error: f"{where}: no base64: {error}"):
         binascii.a2b_base64(data[:4096])
-    return _IMAGES[kind.lower()], data
 
 
 # ---- completions
