@@ -221,7 +221,7 @@ def test_a_client_that_goes_away_cancels_its_sample(server: Server) -> None:
         httpx.Client(base_url=server.url, timeout=START_S, headers={"x-api-key": API_KEY}) as client,
         client.stream("POST", "/anthropic/api/v1/messages", json=body) as reply,
     ):
-        next(reply.iter_lines())
+        assert next(reply.iter_lines()) == "event: message_start"
         server.wait_for_status(lambda status: status["samples"]["running"] == 1)
     began = time.monotonic()
     server.wait_for_status(lambda status: status["samples"] == {"running": 0, "waiting": 0})
