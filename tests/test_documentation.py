@@ -301,3 +301,19 @@ def test_options_and_variables_that_the_readme_names_exist() -> None:
     # A Kubernetes variable stands there as an example of one that is refused.
     assert set(re.findall(r"--[a-z][a-z-]+", text)) - options == {"--help"}
     assert set(re.findall(r"TINSMITH_[A-Z_]*[A-Z]\b", text)) - variables == {"TINSMITH_SERVICE_HOST"}
+
+
+def test_the_table_of_clients_is_true() -> None:
+    """Clients with a test are installed in the version that the table names, and the test is there and imports them."""
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")
+    ]
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    tested = [(name, version, ROOT / test) for name, version, _, _, test in rows if test]
+    assert len(tested) > 3
+    assert [name for name, version, _ in tested if f"{name}=={version}" not in pinned] == []
+    assert [name for name, _, test in tested if name not in test.read_text(encoding="utf-8")] == []
+    assert [
+        name for name, _, _, result, test in rows if not test and not result.startswith(("not run", "does not"))
+    ] == []

@@ -100,7 +100,7 @@ MESSAGES: list[dict[str, Any]] = [
     {
         "model": "tinker://{model}/sampler_weights/kept",
         "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "user", "content": "a"},
             {"role": "assistant", "content": "b"},
         ],
     },
