@@ -111,7 +111,7 @@ class Grammars:
 
 
 class GrammarState:
-    """How far an answer has come in its grammar."""
+    """The place of an answer in its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher

@@ -35,7 +35,7 @@ class Choice(NamedTuple):
     topk: int
     """Likeliest tokens to report."""
     shape: Shape | None = None
-    """What changes its logits before; None if nothing does."""
+    """Changes its logits before; None changes nothing."""
 
 
 @dataclass(frozen=True)

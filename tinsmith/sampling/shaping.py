@@ -21,7 +21,7 @@ _WORD = 32
 
 
 class Shape:
-    """What changes the logits of one sequence: its tokens so far, and the state of its grammar."""
+    """Penalties, min_p and grammar of one sequence, with its tokens so far."""
 
     def __init__(self, shaping: Shaping, prompt: NDArray[np.int32], grammar: GrammarState | None = None) -> None:
         self.shaping = shaping

@@ -94,7 +94,7 @@ class _Common(StrictModel):
         return self.n or 1
 
     def shaping(self, grammar: str | None = None) -> dict[str, Any]:
-        """What changes the choice of tokens (`Shaping`)."""
+        """Return the fields of `Shaping` that are given."""
         given = {
             "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty,
@@ -206,7 +206,7 @@ class _Chosen(StrictModel):
     function: _ChosenName
 
 
-class _Text(StrictModel):
+class _AnyText(StrictModel):
     type: Literal["text"]
 
 
@@ -226,7 +226,7 @@ class _OfSchema(StrictModel):
     json_schema: _Schema
 
 
-_Format = Annotated[_Text | _AnyObject | _OfSchema, Field(discriminator="type")]
+_Format = Annotated[_AnyText | _AnyObject | _OfSchema, Field(discriminator="type")]
 
 
 class ChatRequest(_Common):

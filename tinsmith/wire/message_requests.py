@@ -10,94 +10,94 @@ from tinsmith.wire.chat_requests import IMAGES, check_image, check_stop, only, p
 from tinsmith.wire.json_body import FiniteFloat, Id, StrictModel, parse_json
 
 
-class _Cached(StrictModel):
+class _CacheControl(StrictModel):
     """Beginnings of prompts are cached whatever this says."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
 
 
-class _Text(StrictModel):
+class _TextBlock(StrictModel):
     type: Literal["text"]
     text: str
-    cache_control: _Cached | None = None
+    cache_control: _CacheControl | None = None
     citations: Annotated[Any, only([], "answers cite nothing")] = None
 
 
-class _Source(StrictModel):
+class _ImageSource(StrictModel):
     type: Literal["base64"]
     media_type: Literal["image/png", "image/jpeg"]
     data: str
 
 
-class _Image(StrictModel):
+class _ImageBlock(StrictModel):
     type: Literal["image"]
-    source: _Source
-    cache_control: _Cached | None = None
+    source: _ImageSource
+    cache_control: _CacheControl | None = None
 
 
-_Shown = Annotated[_Text | _Image, Field(discriminator="type")]
+_ShownBlock = Annotated[_TextBlock | _ImageBlock, Field(discriminator="type")]
 
 
-class _Result(StrictModel):
+class _ResultBlock(StrictModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[_Shown] | None = None
+    content: str | list[_ShownBlock] | None = None
     is_error: bool | None = None
-    cache_control: _Cached | None = None
+    cache_control: _CacheControl | None = None
 
 
-class _Use(StrictModel):
+class _UseBlock(StrictModel):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: _Cached | None = None
+    cache_control: _CacheControl | None = None
     # Calls as the anthropic package gives them out
     caller: None = None
     toolset_name: None = None
 
 
-class _Asked(StrictModel):
+class _UserTurn(StrictModel):
     role: Literal["user"]
-    content: str | list[Annotated[_Text | _Image | _Result, Field(discriminator="type")]]
+    content: str | list[Annotated[_TextBlock | _ImageBlock | _ResultBlock, Field(discriminator="type")]]
 
 
-class _Answered(StrictModel):
+class _AssistantTurn(StrictModel):
     role: Literal["assistant"]
-    content: str | list[Annotated[_Text | _Use, Field(discriminator="type")]]
+    content: str | list[Annotated[_TextBlock | _UseBlock, Field(discriminator="type")]]
 
 
-class _Tool(StrictModel):
+class _CustomTool(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=200)]
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: _Cached | None = None
+    cache_control: _CacheControl | None = None
 
 
-class _Choice(StrictModel):
+class _ToolChoice(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _Format(StrictModel):
+class _AnswerFormat(StrictModel):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class _Output(StrictModel):
-    format: _Format | None = None
+class _OutputConfig(StrictModel):
+    format: _AnswerFormat | None = None
     effort: None = None
 
 
-class _Metadata(StrictModel):
+class _MessageMetadata(StrictModel):
     user_id: Id | None = None
 
 
-class _Thinking(StrictModel):
+class _NoThinking(StrictModel):
     type: Literal["disabled"]
 
 
@@ -105,17 +105,17 @@ class TokensRequest(StrictModel):
     """A request of messages/count_tokens: a conversation."""
 
     model: Annotated[str, Field(min_length=1, max_length=2000)]
-    messages: Annotated[list[Annotated[_Asked | _Answered, Field(discriminator="role")]], Field(min_length=1)]
-    system: str | list[_Text] | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: _Choice | None = None
-    thinking: _Thinking | None = None
-    output_config: _Output | None = None
-    cache_control: _Cached | None = None
+    messages: Annotated[list[Annotated[_UserTurn | _AssistantTurn, Field(discriminator="role")]], Field(min_length=1)]
+    system: str | list[_TextBlock] | None = None
+    tools: list[_CustomTool] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _NoThinking | None = None
+    output_config: _OutputConfig | None = None
+    cache_control: _CacheControl | None = None
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        choice = self.tool_choice or _Choice(type="auto")
+        choice = self.tool_choice or _ToolChoice(type="auto")
         if (choice.type == "tool") != (choice.name is not None):
             raise ParameterError(f"tool_choice.name: type={choice.type!r} with name={choice.name!r}; tool needs a name")
         if choice.type in ("any", "tool"):
@@ -179,7 +179,7 @@ class TokensRequest(StrictModel):
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         for index, each in enumerate(self.messages):
             where = f"messages.{index}.content"
-            messages += _answered(each) if isinstance(each, _Answered) else _asked(where, each.content, images)
+            messages += _answered(each) if isinstance(each, _AssistantTurn) else _asked(where, each.content, images)
         begun = messages.pop() if messages[-1]["role"] == "assistant" else {"content": ""}
         if begun.get("tool_calls"):
             raise ParameterError("messages: the last one calls a tool; send its result behind it")
@@ -195,33 +195,33 @@ class MessagesRequest(TokensRequest):
     temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    metadata: _Metadata | None = None
+    metadata: _MessageMetadata | None = None
     """For the log."""
     service_tier: Annotated[str | None, only("auto", "there is one tier")] = None
 
 
-def _answered(message: _Answered) -> list[dict[str, Any]]:
+def _answered(message: _AssistantTurn) -> list[dict[str, Any]]:
     content = message.content
     if isinstance(content, str):
         return [{"role": "assistant", "content": content}]
-    texts = [part.text for part in content if isinstance(part, _Text)]
+    texts = [part.text for part in content if isinstance(part, _TextBlock)]
     calls = [
         {"type": "function", "id": part.id, "function": {"name": part.name, "arguments": part.input}}
         for part in content
-        if isinstance(part, _Use)
+        if isinstance(part, _UseBlock)
     ]
     return [{"role": "assistant", "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})}]
 
 
 def _asked(
-    where: str, content: str | Sequence[_Text | _Image | _Result], images: list[tuple[str, str]]
+    where: str, content: str | Sequence[_TextBlock | _ImageBlock | _ResultBlock], images: list[tuple[str, str]]
 ) -> list[dict[str, Any]]:
     """The results of tools as messages of their own, and what the user says behind them."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
-    messages, said = [], list[tuple[int, _Text | _Image]]()
+    messages, said = [], list[tuple[int, _TextBlock | _ImageBlock]]()
     for index, part in enumerate(content):
-        if isinstance(part, _Result):
+        if isinstance(part, _ResultBlock):
             told = [] if part.content is None else part.content
             inside = told if isinstance(told, str) else _parts(f"{where}.{index}.content", [*enumerate(told)], images)
             error = "Error: " if part.is_error and isinstance(inside, str) else ""
@@ -234,13 +234,13 @@ def _asked(
     return messages
 
 
-def _parts(where: str, parts: Sequence[tuple[int, _Text | _Image]], images: list[tuple[str, str]]) -> Any:
+def _parts(where: str, parts: Sequence[tuple[int, _TextBlock | _ImageBlock]], images: list[tuple[str, str]]) -> Any:
     """The parts as templates expect them; a text where there is nothing else, which every template takes."""
-    if all(isinstance(part, _Text) for _, part in parts):
-        return "\n".join(part.text for _, part in parts if isinstance(part, _Text))
+    if all(isinstance(part, _TextBlock) for _, part in parts):
+        return "\n".join(part.text for _, part in parts if isinstance(part, _TextBlock))
     found: list[dict[str, str]] = []
     for index, part in parts:
-        if isinstance(part, _Text):
+        if isinstance(part, _TextBlock):
             found.append({"type": "text", "text": part.text})
         else:
             check_image(f"{where}.{index}.source.data", part.source.data)

@@ -93,7 +93,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Shaping:
-    """What applications may ask of the choice of tokens, and the SDK may not; the defaults change nothing.
+    """Settings for choosing tokens that applications have and the SDK has not; the defaults change nothing.
 
     Penalties change the distribution, before `temperature`. The rest leaves tokens out, as top_k and top_p do.
     """
@@ -109,7 +109,7 @@ class Shaping:
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
     """Least probability of a token, as a share of the likeliest one's."""
     grammar: str | None = None
-    """What the answer must be, as llguidance reads it in Lark's form (`chat/grammar.py`)."""
+    """Texts that the answer may be, as llguidance reads it in Lark's form (`chat/grammar.py`)."""
     scored: bool = True
     """Whether log-probabilities are told; else they may cover those tokens alone that could be drawn."""
 

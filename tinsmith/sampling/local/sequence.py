@@ -122,7 +122,7 @@ class SequenceState:
     routed: int = 0
     """Number of these tokens."""
     shape: Shape | None = None
-    """What changes its logits; None if nothing does."""
+    """Changes its logits; None changes nothing."""
 
     @property
     def length(self) -> int:

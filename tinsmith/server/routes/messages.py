@@ -43,7 +43,7 @@ async def create_message(request: Request) -> Response:
         offered=asked.offered,
         is_chat=True,
         streams=bool(asked.stream),
-        user=asked.metadata and asked.metadata.user_id,
+        user=None if asked.metadata is None else asked.metadata.user_id,
     )
     known = sum(len(chunk["tokens"]) for chunk in chunks if chunk["type"] != "image")
     return await reply_to(request, prompted, MessageForm(asked.model, known))
