@@ -66,7 +66,7 @@ def streamed(client: anthropic.Anthropic, model: str = "text", messages: Any = N
 
 
 def test_a_message_is_the_answer_of_openais_api(client: anthropic.Anthropic, beside: openai.OpenAI) -> None:
-    talk = [
+    talk: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "Köln?", "cache_control": {"type": "ephemeral"}}]},
         {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]},
         {"role": "user", "content": "More."},
@@ -123,7 +123,7 @@ def test_an_answer_ends_before_a_stop_sequence(client: anthropic.Anthropic) -> N
 
 def test_images_are_seen(client: anthropic.Anthropic, beside: openai.OpenAI) -> None:
     data = base64.b64encode(png(1)).decode()
-    shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    shown: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     text = {"type": "text", "text": "what?"}
     url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     expected = ask(beside, "vision", [{"role": "user", "content": [url, text]}], extra_body={})
@@ -133,7 +133,7 @@ def test_images_are_seen(client: anthropic.Anthropic, beside: openai.OpenAI) -> 
     with pytest.raises(anthropic.BadRequestError, match="shows 0 of the conversation's 1 images"):
         message(client, "text", [{"role": "user", "content": [shown]}])
     with pytest.raises(anthropic.BadRequestError, match="leave images out"):
-        client.messages.count_tokens(model="vision", messages=[{"role": "user", "content": [shown]}])  # type: ignore[typeddict-item, list-item]
+        client.messages.count_tokens(model="vision", messages=[{"role": "user", "content": [shown]}])
 
 
 def test_tools_are_called_and_their_results_are_read(

@@ -152,7 +152,7 @@ def test_settings_of_sampling_are_those_of_the_sdk(client: openai.OpenAI, servic
 def test_penalties_are_those_of_the_formula(client: openai.OpenAI, service: tinker.ServiceClient) -> None:
     """The likeliest token by the SDK's log-probabilities, less the penalties of the tokens so far."""
     sampler = sampler_of(service)
-    prompt, found = ask(client).model_extra["prompt_token_ids"], []
+    prompt, found = ask(client).model_extra["prompt_token_ids"], list[int]()
     one = types.SamplingParams(temperature=0.0, max_tokens=1, stop=[])
     for _ in range(24):
         text = types.ModelInput.from_ints(prompt + found)

@@ -103,6 +103,7 @@ def test_a_schema_that_cannot_be_kept_to_is_refused() -> None:
 
 def test_a_name_that_is_no_word_is_refused(model: ChatFormat) -> None:
     model.calls = "xml"
-    for tools in ({"a b": {}}, {"a": {"properties": {">\n": {}}}}):
+    wrong: list[dict[str, dict[str, Any]]] = [{"a b": {}}, {"a": {"properties": {">\n": {}}}}]
+    for tools in wrong:
         with pytest.raises(ParameterError, match="is no name"):
             call_grammar(model, tools, 1)
