@@ -148,14 +148,14 @@ def choose_shaped(logits: Tensor, rows: Tensor, how: Sequence[Choice]) -> tuple[
     shapes = [row.shape for row in how if row.shape is not None]
     penalize(own, shapes)
     logits.index_copy_(0, rows, own)
-    logprobs = _logprobs(own, choice)
+    logprobs = logprobs_at(own, _temperature(choice)[:, None])
     left = leave_out(logprobs, shapes)
     candidates = own.masked_fill(left == -torch.inf, -torch.inf)
     left = left - left.amax(-1, keepdim=True)  # else what is left may be too unlikely for a sum
     u = uniforms(choice.seed, choice.sample, choice.position, draws_needed(own.shape[1]))
     drawn = draw(truncate(candidates, left, choice.top_k, choice.top_p), u.unsqueeze(-1)).squeeze(1)
     tokens = torch.where(choice.temperature == 0, candidates.argmax(-1), drawn)
-    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
 def logprobs_at(logits: Tensor, temperature: Tensor) -> Tensor:
