@@ -722,6 +722,20 @@ MUTATIONS = (
         ("tests/server/test_applications.py::test_a_request_that_is_given_up_cancels_its_sample",),
     ),
     Mutation(
+        "penalties count a token once, however often it came",
+        "tinsmith/sampling/shaping.py",
+        "self._counts[place] += 1",
+        "self._counts[place] = 1",
+        ("tests/sampling/test_shaping.py::test_tokens_are_counted_once_however_often_they_are_looked_at",),
+    ),
+    Mutation(
+        "a grammar that is asked for leaves out nothing",
+        "tinsmith/sampling/shaping.py",
+        "logprobs = logprobs.masked_fill(~allowed[:, : logprobs.shape[1]], -torch.inf)",
+        "pass",
+        ("tests/acceptance/test_openai.py::test_an_answer_is_json_of_the_format_that_is_asked_for",),
+    ),
+    Mutation(
         "the token that ends an answer is cut off",
         "tinsmith/sampling/local/sequence.py",
         'return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top, versions)',

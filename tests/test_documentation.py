@@ -331,3 +331,19 @@ def test_commands_in_the_pages_can_be_given() -> None:
         except (AssertionError, typer.BadParameter, typer.BadParameter.__base__) as error:  # type: ignore[misc]
             wrong.append(f"{page}: {' '.join(words)}: {error}")
     assert wrong == []
+
+
+def test_the_table_of_clients_is_true() -> None:
+    """Clients with a test are installed in the version that the table names, and the test is there and imports them."""
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")
+    ]
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    tested = [(name, version, ROOT / test) for name, version, _, _, test in rows if test]
+    assert len(tested) > 3
+    assert [name for name, version, _ in tested if f"{name}=={version}" not in pinned] == []
+    assert [name for name, _, test in tested if name not in test.read_text(encoding="utf-8")] == []
+    assert [
+        name for name, _, _, result, test in rows if not test and not result.startswith(("not run", "does not"))
+    ] == []

@@ -1,5 +1,6 @@
 """The real SDK against a real server process. One server with a text and a vision model serves most of these tests."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,3 +84,15 @@ def rest(server: Server) -> tinker.RestClient:
 def http(server: Server) -> Iterator[httpx.Client]:
     with without_sdk(server) as client:
         yield client
+
+
+@contextmanager
+def for_applications(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a text model, one that sees, and one whose chat template has tools."""
+    directory = tmp_path_factory.mktemp("tools")
+    shutil.copytree(family_dir("qwen3"), directory, dirs_exist_ok=True)
+    shutil.copy(Path(__file__).parents[1] / "chat" / "tools.jinja", directory / "chat_template.jinja")
+    served = {"text": family_dir("qwen3"), "vision": family_dir("qwen3_vl"), "tools": directory}
+    options = [part for name, place in served.items() for part in ("--base-model", f"{name}={place}")]
+    with ready(tmp_path_factory.mktemp("server"), *options, "--kv-cache-gib", "0.1") as running:
+        yield running

@@ -95,12 +95,24 @@ COMPLETIONS: list[dict[str, Any]] = [
     {"model": "tinker://{model}/sampler_weights/kept", "prompt": "a", "max_tokens": 3, "logprobs": 1, "top_k": 5},
     {"model": "text:peft:32", "prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}},
 ]
-OUTSIDE = ("v1/", "oai/")
+MESSAGES: list[dict[str, Any]] = [
+    {"model": "live:{model}", "messages": [{"role": "user", "content": "a"}], "system": "b"},
+    {
+        "model": "tinker://{model}/sampler_weights/kept",
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+        ],
+    },
+]
+OUTSIDE = ("v1/", "oai/", "anthropic/")
 """Beginnings of routes that do not lie below the Tinker API."""
 
 BODIES: dict[str, list[dict[str, Any]]] = {
     **dict.fromkeys(("v1/chat/completions", "oai/api/v1/chat/completions"), CHATS),
     **dict.fromkeys(("v1/completions", "oai/api/v1/completions"), COMPLETIONS),
+    "anthropic/api/v1/messages": [each | {"max_tokens": 3, "stop_sequences": ["a"]} for each in MESSAGES],
+    "anthropic/api/v1/messages/count_tokens": MESSAGES,
     "client/config": [{"sdk_version": "0.38.0"}],
     "client/dynamic_config": [{"sdk_version": "0.38.0"}],
     "telemetry": [{"events": [], "platform": "x", "session_id": "{session}"}],
@@ -211,6 +223,16 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"session_id": "{session}", "project_ids": ["p"], "user_metadata": {"a": "b"}, "display_name": "d", "limit": 5},
         {"owner": {"type": "own"}, "statuses": [{"type": "client_finished", "reasons": ["success"]}], "limit": 5},
         {"cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "{session}"}},
+    ],
+    "checkpoints/search": [
+        {"project_ids": ["p", ""], "user_metadata": {"a": "b"}, "checkpoint_type": "sampler", "limit": 5},
+        {"base_models": ["text"], "owner": {"type": "own"}},
+        {
+            "cursor": {
+                "last_created_at": "2026-01-01T00:00:00Z",
+                "last_checkpoint_uuid": "tinker://{model}/weights/none",
+            }
+        },
     ],
 }
 """Right bodies of every route that reads JSON."""

@@ -2,6 +2,7 @@
 
 import time
 from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ async def test_a_run_is_described_with_its_newest_checkpoints(server: Served) ->
         "corrupted": False,
         "lora_rank": 8,
         "last_checkpoint": {
+            "base_model": "tiny",
             "checkpoint_id": "weights/new",
             "checkpoint_type": "training",
             "time": "1970-01-01T00:00:02+00:00",
@@ -85,6 +87,36 @@ async def test_checkpoints_of_one_run_and_of_all_are_listed_newest_first(server:
         page = await server.shown(query)
         assert [checkpoint["tinker_path"] for checkpoint in page["checkpoints"]] == expected
     assert page["cursor"] == {"offset": 1, "limit": 1, "total_count": 4}
+
+
+async def test_checkpoints_are_searched_page_by_page(server: Served) -> None:
+    a, b = await server.new_run(), await server.new_run(await server.new_session(project_id="p"))
+    paths = [f"tinker://{run}/{kind}/x" for run in (a, b) for kind in ("weights", "sampler_weights")]
+    for at, path in enumerate(paths):
+        server.save(path, created_at=float(at // 2), user_metadata={"step": str(at)})
+    server.save(f"tinker://{a}/weights/expired", expires_at=1.0)
+    for wanted, expected in (
+        ({}, [paths[2], paths[3], paths[0], paths[1]]),
+        ({"project_ids": ["p"]}, paths[2:]),
+        ({"project_ids": ["q"]}, []),
+        ({"checkpoint_type": "sampler"}, [paths[3], paths[1]]),
+        ({"user_metadata": {"step": "1"}}, [paths[1]]),
+        ({"user_metadata": {"step": "9"}}, []),
+        ({"base_models": ["tiny"]}, [paths[2], paths[3], paths[0], paths[1]]),
+        ({"base_models": ["other"]}, []),
+        ({"owner": {"type": "user", "owner_urns": ["nobody"]}}, []),
+    ):
+        for limit in (1, 3, 200):
+            found: list[str] = []
+            cursor: dict[str, Any] = {}
+            for _ in range(9):
+                page = await server.answer("checkpoints/search", wanted | {"limit": limit} | cursor)
+                assert len(page["checkpoints"]) <= limit
+                found += [checkpoint["tinker_path"] for checkpoint in page["checkpoints"]]
+                if "next_cursor" not in page:
+                    break
+                cursor = {"cursor": page["next_cursor"]}
+            assert found == expected, wanted
 
 
 @pytest.mark.parametrize(

@@ -85,10 +85,12 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        begun: str = "",
     ) -> str:
         """Return a conversation as a text, with `BREAK` in what would be a control token.
 
         The content of a message is a text, or a list of parts: {"type": "text", "text": ...} and {"type": "image"}.
+        `begun` is the beginning of the answer.
         Raises UserError for messages that the template refuses, or is not made for.
         """
         if not self._templates:
@@ -97,7 +99,7 @@ class ChatFormat:
         template = self._templates.get(name) or next(iter(self._templates.values()))
         faults = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
         with translated(faults, UserError, lambda error: f"messages: the chat template cannot render them: {error}"):
-            return template.render(
+            text = template.render(
                 **self._broken(options or {}),
                 **self._names,
                 messages=self._broken(messages),
@@ -106,6 +108,7 @@ class ChatFormat:
                 raise_exception=_refuse,
                 strftime_now=lambda form: datetime.now().astimezone().strftime(form),
             )
+        return text + str(self._broken(begun))
 
     def pieces(self, text: str, images: int) -> list[list[int]]:
         """Return the tokens of a rendered text before, between and behind its images.

@@ -71,7 +71,8 @@ class AnswerText:
         self._stops = stops
         self._held = ""
         """Text that may be the beginning of a stop string."""
-        self._stopped = False
+        self.stopped_by: str | None = None
+        """The stop string that ended the text."""
 
     def add(self, tokens: Iterable[int]) -> str:
         """Return the text that is certain now and was not before."""
@@ -80,15 +81,14 @@ class AnswerText:
     def end(self) -> str:
         """Return what was held back, when no more tokens come."""
         text = self._pass_on(self._stream.rest())
-        return text if self._stopped else text + self._held
+        return text if self.stopped_by is not None else text + self._held
 
     def _pass_on(self, text: str) -> str:
-        if self._stopped:
+        if self.stopped_by is not None:
             return ""
         text = self._held + text
-        found = [at for at in map(text.find, self._stops) if at >= 0]
-        self._stopped = bool(found)
-        cut = min(found) if found else len(text) - held_back(text, self._stops)
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        cut, self.stopped_by = min(found) if found else (len(text) - held_back(text, self._stops), None)
         self._held = text[cut:]
         return text[:cut]
 

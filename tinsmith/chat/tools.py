@@ -12,7 +12,7 @@ from tinsmith.chat.text import held_back
 CallForm = Literal["json", "xml"]
 """The form of a call between its marks: an object of JSON (Qwen3, Hermes), or elements (Qwen3-Coder, Qwen3.5)."""
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+MARKS = _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from tinsmith.kernels.device import upload
 from tinsmith.kernels.dispatch import on_kernels
+from tinsmith.sampling.shaping import Shape, leave_out, penalize
 from tinsmith.wire.sample import SamplingParams
 
 COLDEST = float(np.finfo(np.float32).tiny)
@@ -33,6 +34,8 @@ class Choice(NamedTuple):
     """Number of tokens that the sequence has generated."""
     topk: int
     """Likeliest tokens to report."""
+    shape: Shape | None = None
+    """Changes its logits before; None changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Chosen:
 
     token: int
     logprob: float
-    """Taken before top-k and top-p, at the request's temperature, or at 1 if that is 0."""
+    """Taken before any token is left out, at the request's temperature, or at 1 if that is 0."""
     top: tuple[list[int], list[float]]
     """The likeliest tokens and their log-probabilities, likeliest first, as many as were asked for."""
 
@@ -126,9 +129,33 @@ def choose(logits: Tensor, how: Sequence[Choice]) -> list[Chosen]:
         truncates = any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows)
         choice = DeviceChoice.of(rows, logits.device)
         tokens, logprobs = choose_next(some, choice, truncates)
+        shaped = [index for index, row in enumerate(rows) if row.shape is not None]
+        if shaped:
+            places = upload(np.array(shaped), logits.device)
+            tokens[places], logprobs[places] = choose_shaped(some, places, [rows[index] for index in shaped])
         tops = _tops(some, [row.topk for row in rows], choice)
         chosen += [Chosen(*parts) for parts in zip(tokens.tolist(), logprobs.tolist(), tops, strict=True)]
     return chosen
+
+
+def choose_shaped(logits: Tensor, rows: Tensor, how: Sequence[Choice]) -> tuple[Tensor, Tensor]:
+    """Choose the next token of some rows [k] of `logits` [n, vocabulary], each of which has a `Shape`.
+
+    Returns tokens and log-probabilities [k]. The penalties are subtracted in `logits`, so that their likeliest tokens
+    have them too. Each row is computed by itself.
+    """
+    own, choice = logits.index_select(0, rows), DeviceChoice.of(how, logits.device)
+    shapes = [row.shape for row in how if row.shape is not None]
+    penalize(own, shapes)
+    logits.index_copy_(0, rows, own)
+    logprobs = logprobs_at(own, _temperature(choice)[:, None])
+    left = leave_out(logprobs, shapes)
+    candidates = own.masked_fill(left == -torch.inf, -torch.inf)
+    left = left - left.amax(-1, keepdim=True)  # else what is left may be too unlikely for a sum
+    u = uniforms(choice.seed, choice.sample, choice.position, draws_needed(own.shape[1]))
+    drawn = draw(truncate(candidates, left, choice.top_k, choice.top_p), u.unsqueeze(-1)).squeeze(1)
+    tokens = torch.where(choice.temperature == 0, candidates.argmax(-1), drawn)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
 def logprobs_at(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ OPEN = {"/livez", "/readyz", "/healthz", "/download/{run_id}/{name}/{file:path}"
 """Routes below PREFIX that need no key: for probes, or with a signed URL."""
 _LOOKS = {
     *("/client/config", "/client/dynamic_config", "/telemetry"),
-    *("/get_info", "/weights_info", "/sessions/search", "/retrieve_future"),
+    *("/get_info", "/weights_info", "/sessions/search", "/checkpoints/search", "/retrieve_future"),
+    "/anthropic/api/v1/messages/count_tokens",
 }
 """POST routes that change nothing."""
 _JSON_BYTES = 64 * 1024

@@ -1,18 +1,23 @@
-"""Answers to applications in the form of OpenAI's API, whole or as a stream of server-sent events."""
+"""Answers to applications, whole or as a stream of server-sent events, in the form of OpenAI's API.
+
+`message_answers.py` has the form of Anthropic's.
+"""
 
 import itertools
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
+from fastapi import Request
 
 from tinsmith.chat.template import ChatFormat
 from tinsmith.chat.text import AnswerText
 from tinsmith.chat.tools import ToolCall, ToolCallStream
+from tinsmith.server.replies import openai_error
 from tinsmith.store.records import Used
 from tinsmith.wire import tinker_pb2
 
@@ -49,6 +54,11 @@ class GrowingAnswer:
         """Number of calls so far."""
         self.offset = 0
         """Characters of its tokens so far whose log-probabilities were told."""
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended it."""
+        return self._text.stopped_by
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> AnswerPart:
         """Return what is certain now and was not before."""
@@ -109,9 +119,29 @@ def _top(found: tinker_pb2.TopkLogprobs) -> list[list[tuple[int, float]]]:
     return [list(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
 
 
+class Form(Protocol):
+    """The form in which an application wants its answers. It knows what was told already."""
+
+    def reply(self, answers: Sequence[GrowingAnswer], ended: SampledAnswers) -> dict[str, Any]:
+        """The reply with all answers, which nothing was added to yet."""
+        ...
+
+    def part(self, index: int, answer: GrowingAnswer, piece: AnswerPart) -> bytes:
+        """The events that tell a part of one answer; empty if there is nothing to tell."""
+        ...
+
+    def end(self, answers: Sequence[GrowingAnswer], ended: SampledAnswers) -> bytes:
+        """The events that end all answers."""
+        ...
+
+    def error(self, request: Request, error: Exception) -> bytes:
+        """The event that ends a stream whose sample has failed."""
+        ...
+
+
 @dataclass(frozen=True)
-class Form:
-    """The form in which an application wants its answers."""
+class OpenAIForm:
+    """The form of OpenAI's API."""
 
     name: str
     """The model as the application has named it."""
@@ -121,11 +151,14 @@ class Form:
     with_logprobs: bool
     prompt_ids: Sequence[int] | None
     """The prompt; None unless token ids are wanted."""
+    wants_usage: bool
+    """Whether a stream ends with what was used."""
     answer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    _begun: set[int] = field(default_factory=set)
+    """Answers of which something was told."""
 
     def reply(self, answers: Sequence[GrowingAnswer], ended: SampledAnswers) -> dict[str, Any]:
-        """The reply with all answers, which nothing was added to yet."""
         choices = []
         for index, (answer, sampled, reason) in enumerate(zip(answers, ended.sequences, ended.reasons, strict=True)):
             said = answer.add(sampled.tokens, sampled.logprobs).joined(answer.end())
@@ -134,22 +167,30 @@ class Form:
         whole = self._reply("chat.completion" if self.is_chat else "text_completion", choices)
         return whole | {"usage": ended.usage} | self._prompt()
 
-    def part(
-        self, index: int, answer: GrowingAnswer, piece: AnswerPart, reason: str | None = None, first: bool = False
-    ) -> dict[str, Any]:
+    def part(self, index: int, answer: GrowingAnswer, piece: AnswerPart) -> bytes:
+        told = piece.text or piece.calls or (piece.tokens and (self.with_logprobs or self.prompt_ids is not None))
+        return self._told(index, answer, piece) if told else b""
+
+    def end(self, answers: Sequence[GrowingAnswer], ended: SampledAnswers) -> bytes:
+        events = [
+            self._told(index, answer, answer.end(), reason)
+            for index, (answer, reason) in enumerate(zip(answers, ended.reasons, strict=True))
+        ]
+        if self.wants_usage:
+            events.append(event(self._event([]) | {"usage": ended.usage}))
+        return b"".join([*events, event(b"[DONE]")])
+
+    def error(self, request: Request, error: Exception) -> bytes:
+        return event(openai_error(request, error))
+
+    def _told(self, index: int, answer: GrowingAnswer, piece: AnswerPart, reason: str | None = None) -> bytes:
         """An event with a part of one answer; `reason` ends it."""
+        first = index not in self._begun
+        self._begun.add(index)
         role = {"role": "assistant"} if first else {}
         delta = {"delta": role | _delta(answer, piece)} if self.is_chat else None
-        event = self._event([self._choice(index, answer, piece, reason, delta)])
-        return event | self._prompt() if first and index == 0 else event
-
-    def usage(self, ended: SampledAnswers) -> dict[str, Any]:
-        """The event with what was used."""
-        return self._event([]) | {"usage": ended.usage}
-
-    def is_silent(self, piece: AnswerPart) -> bool:
-        """Whether a part need not be sent."""
-        return not (piece.text or piece.calls or (piece.tokens and (self.with_logprobs or self.prompt_ids is not None)))
+        told = self._event([self._choice(index, answer, piece, reason, delta)])
+        return event(told | self._prompt() if first and index == 0 else told)
 
     def _prompt(self) -> dict[str, Any]:
         return {} if self.prompt_ids is None else {"prompt_token_ids": list(self.prompt_ids)}
@@ -215,6 +256,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-def event(content: Any) -> bytes:
+def event(content: Any, name: str = "") -> bytes:
     """One server-sent event."""
-    return b"data: " + (content if isinstance(content, bytes) else orjson.dumps(content)) + b"\n\n"
+    named = f"event: {name}\n".encode() if name else b""
+    return named + b"data: " + (content if isinstance(content, bytes) else orjson.dumps(content)) + b"\n\n"

@@ -24,6 +24,7 @@ from tinsmith.server.routes import (
     checkpoints,
     downloads,
     futures,
+    messages,
     metrics,
     sampling,
     service,
@@ -48,6 +49,7 @@ def create_app(front: Front) -> FastAPI:
     for routes in (futures, training, sampling, service, catalog, checkpoints, downloads, usage):
         app.include_router(routes.router, prefix=PREFIX, dependencies=[Depends(admit)])
     app.include_router(applications.router, dependencies=[Depends(admit)])
+    app.include_router(messages.router, dependencies=[Depends(admit)])
     app.include_router(metrics.router)
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     app.add_api_route("/{path:path}", _not_built, methods=methods, dependencies=[Depends(admit)])

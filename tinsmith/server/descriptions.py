@@ -19,8 +19,9 @@ def timestamp(unix: float) -> str:
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A checkpoint as the API lists it."""
+    """A checkpoint as the API lists it; `base_model` is for SDKs from 0.39 on."""
     return {
+        "base_model": checkpoint.base_model,
         "checkpoint_id": parse_path(checkpoint.tinker_path).checkpoint_id,
         "checkpoint_type": checkpoint.kind,
         "time": timestamp(checkpoint.created_at),

@@ -135,9 +135,15 @@ async def _reply_to_known(request: Request, error: Exception) -> Response:
         wait_s = error.retry_after_s if isinstance(error, BackpressureError) else RETRY_AFTER_S
         headers = {"Retry-After": str(math.ceil(wait_s))}
     await request.app.state.front.refused(_reason_of(error), status)
-    if _asks_as_openai(request):
-        return json_reply(openai_error(request, error), status, headers)
-    return json_reply({"detail": _told(request, error)}, status, headers)
+    return json_reply(_in_form(request, error), status, headers)
+
+
+def _in_form(request: Request, error: Exception) -> dict[str, Any]:
+    """An error in the form of the API that the client speaks."""
+    path = request.url.path
+    if path.startswith(tuple(f"{prefix}/" for prefix in OPENAI_PREFIXES)):
+        return openai_error(request, error)
+    return anthropic_error(request, error) if path.startswith(ANTHROPIC_PREFIX) else {"detail": _told(request, error)}
 
 
 def _told(request: Request, error: Exception) -> str:
@@ -157,10 +163,6 @@ _OPENAI_TYPES = {
 }
 
 
-def _asks_as_openai(request: Request) -> bool:
-    return request.url.path.startswith(tuple(f"{prefix}/" for prefix in OPENAI_PREFIXES))
-
-
 def openai_error(request: Request, error: Exception) -> dict[str, Any]:
     """An error in the form of OpenAI's API, which names the parameter that is wrong."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
@@ -169,6 +171,18 @@ def openai_error(request: Request, error: Exception) -> dict[str, Any]:
         parameter, code = "model", "model_not_found"  # nothing else is looked up there
     kind = _OPENAI_TYPES.get(status, "invalid_request_error")
     return {"error": {"message": _told(request, error), "type": kind, "param": parameter, "code": code}}
+
+
+ANTHROPIC_PREFIX = "/anthropic/api/v1"
+"""The beginning of the paths of Anthropic's API."""
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+
+
+def anthropic_error(request: Request, error: Exception) -> dict[str, Any]:
+    """An error in the form of Anthropic's API."""
+    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": _told(request, error)}}
 
 
 def _reason_of(error: Exception) -> str:
@@ -186,6 +200,4 @@ async def _reply_to_unknown(request: Request, error: Exception) -> Response:
     await request.app.state.front.refused("internal", 500)
     # The traceback is in the server's log: the web framework raises the exception again after this reply.
     detail = f"internal error of the server: {type(error).__name__}; see its log"
-    if _asks_as_openai(request):
-        return json_reply(openai_error(request, TinsmithError(detail)), 500)
-    return json_reply({"detail": detail}, 500)
+    return json_reply(_in_form(request, TinsmithError(detail)), 500)

@@ -24,10 +24,13 @@ class ReceivedSample:
     digest: bytes
 
 
-def receive_sample(body: bytes, limits: RequestsConfig, images: ImagesConfig) -> ReceivedSample:
-    """Parse a body and the headers of its images. Raises UserError for what no base model takes, and NotBuiltError."""
+def receive_sample(body: bytes, limits: RequestsConfig, images: ImagesConfig, is_own: bool = False) -> ReceivedSample:
+    """Parse a body and the headers of its images, as `parse_sample_request` does.
+
+    Raises UserError for what no base model takes, and NotBuiltError.
+    """
     check_size(body, limits)
-    request = parse_sample_request(body)
+    request = parse_sample_request(body, is_own)
     headers = [_header(chunk, images) for chunk in request.prompt if isinstance(chunk, ImageChunk)]
     if len(headers) > limits.max_images:
         raise UserError(f"the prompt holds {len(headers)} images, max_images allows {limits.max_images}; send fewer")

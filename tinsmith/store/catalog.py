@@ -16,6 +16,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
+    Table,
     Tuple,
     and_,
     bindparam,
@@ -320,6 +321,21 @@ class SessionFilter:
 
 
 @dataclass(frozen=True)
+class CheckpointFilter:
+    """Conditions of a search for checkpoints; None is no condition."""
+
+    project_ids: Sequence[str | None] | None = None
+    """None in it means runs whose session is in no project."""
+    user_metadata: dict[str, str] | None = None
+    kind: str | None = None
+    base_models: Sequence[str] | None = None
+    before: tuple[float, str] | None = None
+    """Created_at and path of the last checkpoint on the previous page."""
+    tenants: Sequence[str] | None = None
+    """Their owners; None for all."""
+
+
+@dataclass(frozen=True)
 class CheckpointEvent:
     """A save or load of the command log."""
 
@@ -402,6 +418,33 @@ def search_sessions(store: Store, wanted: SessionFilter, limit: int, now: float)
         return [SessionSummary(*row) for row in connection.execute(found, {"now": now})]
 
 
+def search_checkpoints(store: Store, wanted: CheckpointFilter, limit: int, now: float) -> list[Checkpoint]:
+    """Matching checkpoints, newest first."""
+    order = checkpoints.c.created_at, checkpoints.c.tinker_path
+    own = true() if wanted.tenants is None else checkpoints.c.tenant.in_(wanted.tenants)
+    conditions = [rows.ALIVE, own, _of(checkpoints.c.kind, wanted.kind)]
+    conditions += [_has(checkpoints, key, value) for key, value in (wanted.user_metadata or {}).items()]
+    if wanted.base_models is not None:
+        conditions.append(checkpoints.c.base_model.in_(wanted.base_models))
+    if wanted.project_ids is not None:
+        of_runs = select(models.c.model_id).join_from(models, sessions).where(_in_projects(wanted.project_ids))
+        conditions.append(checkpoints.c.model_id.in_(of_runs))
+    if wanted.before is not None:
+        created_at, path = wanted.before
+        exact = select(checkpoints.c.created_at).where(checkpoints.c.tinker_path == path, own).scalar_subquery()
+        conditions.append(tuple_(*order) < tuple_(func.coalesce(exact, created_at), path))
+    found = select(*rows.COLUMNS).where(*conditions).order_by(*(column.desc() for column in order)).limit(limit)
+    with store.reading() as connection:
+        return [Checkpoint(*row) for row in connection.execute(found, {"now": now})]
+
+
+def _in_projects(project_ids: Sequence[str | None]) -> ColumnElement[bool]:
+    named = [project for project in project_ids if project is not None]
+    # One list, not a term for each: SQLite takes an expression of up to 1,000 levels.
+    among = sessions.c.project_id.op("IN")(Texts(literal(named, JSON)))
+    return or_(among, sessions.c.project_id.is_(None)) if None in project_ids else among
+
+
 def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
     conditions: list[ColumnElement[bool]] = []
     named: list[ColumnElement[bool]] = []
@@ -415,11 +458,8 @@ def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
     if named:
         conditions.append(or_(*named))
     if wanted.project_ids is not None:
-        named_projects = [project for project in wanted.project_ids if project is not None]
-        # One list, not a term for each: SQLite takes an expression of up to 1,000 levels.
-        among = sessions.c.project_id.op("IN")(Texts(literal(named_projects, JSON)))
-        conditions.append(or_(among, sessions.c.project_id.is_(None)) if None in wanted.project_ids else among)
-    conditions += [_has(key, value) for key, value in (wanted.user_metadata or {}).items()]
+        conditions.append(_in_projects(wanted.project_ids))
+    conditions += [_has(sessions, key, value) for key, value in (wanted.user_metadata or {}).items()]
     if wanted.statuses is not None:
         conditions.append(or_(*[_is(kind, reasons) for kind, reasons in wanted.statuses]))
     own = true() if wanted.tenants is None else sessions.c.tenant.in_(wanted.tenants)
@@ -434,8 +474,8 @@ def _place(created_at: float, session_id: str, own: ColumnElement[bool]) -> Tupl
     return tuple_(func.coalesce(exact, created_at), session_id)
 
 
-def _has(key: str, value: str) -> ColumnElement[bool]:
-    pairs = JSONPairs(sessions.c.user_metadata).table_valued("key", "value")
+def _has(table: Table, key: str, value: str) -> ColumnElement[bool]:
+    pairs = JSONPairs(table.c.user_metadata).table_valued("key", "value")
     return exists(select(1).select_from(pairs).where(pairs.c.key == key, pairs.c.value == value))
 
 

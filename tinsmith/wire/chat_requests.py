@@ -1,7 +1,7 @@
 """Requests of OpenAI's API on the wire: chat completions and completions, with some parameters of vLLM's.
 
-A parameter that changes nothing is accepted with the value that means so, such as a penalty of 0. Any other value, and
-any other parameter, is refused by name.
+A parameter that is not built is accepted with the value that changes nothing, such as an empty logit_bias. Any other
+value, and any other parameter, is refused by name.
 """
 
 import binascii
@@ -20,11 +20,13 @@ _MOST_STOPS, _MOST_STOP_CHARACTERS = MAX_STOP_STRINGS // 2, MAX_STOP_CHARACTERS 
 """Stop strings and their characters; the end of a turn comes to them."""
 _FEW_TOKENS = 16
 """Most new tokens of a completion that does not say how many."""
-_IMAGES = {"data:image/png;base64": "png", "data:image/jpeg;base64": "jpeg", "data:image/jpg;base64": "jpeg"}
+IMAGES = {"data:image/png;base64": "png", "data:image/jpeg;base64": "jpeg", "data:image/jpg;base64": "jpeg"}
 """Formats of images, by the beginning of their URI."""
 
 
-def _only(allowed: Any, why: str) -> Any:
+def only(allowed: Any, why: str) -> Any:
+    """Make a check that a field is absent or has the one value that changes nothing."""
+
     def check(value: Any) -> Any:
         if value is not None and value != allowed:
             raise ValueError(f"{why}; leave it out")
@@ -33,7 +35,8 @@ def _only(allowed: Any, why: str) -> Any:
     return AfterValidator(check)
 
 
-def _check_stop(value: Any) -> Any:
+def check_stop(value: Any) -> Any:
+    """Check a stop string, or a list of them, which leaves place for the end of a turn."""
     texts = [value] if isinstance(value, str) else value or []
     characters = sum(map(len, texts))
     if "" in texts or len(texts) > _MOST_STOPS or characters > _MOST_STOP_CHARACTERS:
@@ -49,14 +52,13 @@ def _check_top_k(value: int | None) -> int | None:
 
 _MostTokens: TypeAlias = Annotated[int, Field(ge=1, le=2**63 - 1)]
 _TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
-_PENALTY = "the samplers compute no penalties"
-_Zero = Annotated[float | None, _only(0, _PENALTY)]
+_Penalty: TypeAlias = Annotated[FiniteFloat, Field(ge=-2, le=2)]
 _Nothing: TypeAlias = None
 
 
 class _StreamOptions(StrictModel):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[bool | None, _only(False, "nothing is obfuscated here")] = None
+    include_obfuscation: Annotated[bool | None, only(False, "nothing is obfuscated here")] = None
 
 
 class _Common(StrictModel):
@@ -68,18 +70,18 @@ class _Common(StrictModel):
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_check_top_k)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
-    stop: Annotated[str | list[str] | None, AfterValidator(_check_stop)] = None
+    stop: Annotated[str | list[str] | None, AfterValidator(check_stop)] = None
     max_tokens: _MostTokens | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
     user: Id | None = None
     """For the log."""
-    frequency_penalty: _Zero = None
-    presence_penalty: _Zero = None
-    repetition_penalty: Annotated[float | None, _only(1, _PENALTY)] = None
-    min_p: Annotated[float | None, _only(0, "the samplers know top_p and top_k")] = None
-    logit_bias: Annotated[dict[str, float] | None, _only({}, "the samplers take no bias")] = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(gt=0, le=10)] | None = None
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    logit_bias: Annotated[dict[str, float] | None, only({}, "the samplers take no bias")] = None
 
     @property
     def stops(self) -> list[str]:
@@ -90,6 +92,17 @@ class _Common(StrictModel):
     def count(self) -> int:
         """Number of answers."""
         return self.n or 1
+
+    def shaping(self, grammar: str | None = None) -> dict[str, Any]:
+        """Return the fields of `Shaping` that are given."""
+        given = {
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "min_p": self.min_p,
+            "grammar": grammar,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def wants_usage(self) -> bool:
@@ -113,7 +126,7 @@ class _TextPart(StrictModel):
 
 class _ImageUrl(StrictModel):
     url: str
-    detail: Annotated[str | None, _only("auto", "images are taken in the size that they have")] = None
+    detail: Annotated[str | None, only("auto", "images are taken in the size that they have")] = None
 
 
 class _ImagePart(StrictModel):
@@ -155,7 +168,7 @@ class _Answered(StrictModel):
     reasoning_content: str | None = None
     # Answers as the openai package gives them out
     refusal: _Nothing = None
-    annotations: Annotated[list[Any] | None, _only([], "answers here have none")] = None
+    annotations: Annotated[list[Any] | None, only([], "answers here have none")] = None
     audio: _Nothing = None
     function_call: _Nothing = None
 
@@ -174,7 +187,7 @@ class _Described(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=200)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[bool | None, _only(False, "arguments are not held to a grammar")] = None
+    strict: bool | None = None
 
 
 class Tool(StrictModel):
@@ -184,16 +197,36 @@ class Tool(StrictModel):
     function: _Described
 
 
-def _check_choice(value: Any) -> Any:
-    if value not in (None, "none", "auto"):
-        raise ValueError("a call can be offered and not forced: send auto or none")
-    return value
+class _ChosenName(StrictModel):
+    name: str
 
 
-def _check_format(value: Any) -> Any:
-    if value not in (None, {"type": "text"}):
-        raise ValueError("answers are not held to a grammar; leave it out, and ask for the format in words")
-    return value
+class _Chosen(StrictModel):
+    type: Literal["function"]
+    function: _ChosenName
+
+
+class _AnyText(StrictModel):
+    type: Literal["text"]
+
+
+class _AnyObject(StrictModel):
+    type: Literal["json_object"]
+
+
+class _Schema(StrictModel):
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class _OfSchema(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: _Schema
+
+
+_Format = Annotated[_AnyText | _AnyObject | _OfSchema, Field(discriminator="type")]
 
 
 class ChatRequest(_Common):
@@ -204,12 +237,12 @@ class ChatRequest(_Common):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Annotated[Any, AfterValidator(_check_choice)] = None
-    parallel_tool_calls: Annotated[bool | None, _only(True, "the model decides how many calls it makes")] = None
+    tool_choice: Literal["none", "auto", "required"] | _Chosen | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: Annotated[Any, AfterValidator(_check_format)] = None
-    modalities: Annotated[list[str] | None, _only(["text"], "answers are text")] = None
-    store: Annotated[bool | None, _only(False, "answers are not stored")] = None
+    response_format: _Format | None = None
+    modalities: Annotated[list[str] | None, only(["text"], "answers are text")] = None
+    store: Annotated[bool | None, only(False, "answers are not stored")] = None
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
@@ -221,7 +254,26 @@ class ChatRequest(_Common):
             raise ParameterError("top_logprobs: they come with logprobs; set logprobs too")
         if self.top_logprobs and self.stream:
             raise ParameterError("top_logprobs: they are known when an answer is complete; leave stream out")
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        if self.forced_tools:
+            if self.schema_of_answer is not None:
+                raise ParameterError("response_format: an answer that must call a tool has no format; leave one out")
+            return
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ParameterError(f"tool_choice: {quoted(self.tool_choice)} calls no tool of tools; name one of them")
+        if any(tool.function.strict for tool in self.tools or []) and self.offered:
+            raise ParameterError(
+                "tools: the arguments of a call are held to their schema where the call is required; "
+                "leave strict out, or set tool_choice"
+            )
+        if self.parallel_tool_calls is False and self.offered:
+            raise ParameterError(
+                "parallel_tool_calls: the model decides how many calls it makes, unless one is required; "
+                "leave it out, or set tool_choice"
+            )
 
     @property
     def most_tokens(self) -> int | None:
@@ -232,16 +284,41 @@ class ChatRequest(_Common):
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the model may call, as templates expect them."""
         tools = [] if self.tool_choice == "none" else self.tools or []
-        return [tool.model_dump(exclude_none=True) for tool in tools]
+        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
-    def conversation(self) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-        """The messages as templates expect them, and format and base64 of their images, in order.
+    @property
+    def forced_tools(self) -> dict[str, dict[str, Any]]:
+        """The tools of which the answer must call one or more, with the schemas of their arguments."""
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, _Chosen) else None
+        if named is None and self.tool_choice != "required":
+            return {}
+        return {name: each for name, each in parameters_of(self.offered).items() if named in (None, name)}
+
+    @property
+    def most_calls(self) -> int | None:
+        """The most calls of `forced_tools`; None sets no limit."""
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, _Chosen) else None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer keeps to; None for a text."""
+        if isinstance(self.response_format, _OfSchema):
+            return self.response_format.json_schema.schema_
+        return {"type": "object"} if isinstance(self.response_format, _AnyObject) else None
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """Options of the chat template."""
+        return self.chat_template_kwargs or {}
+
+    def conversation(self) -> tuple[list[dict[str, Any]], list[tuple[str, str]], str]:
+        """The messages as templates expect them, format and base64 of their images in order, and no beginning.
 
         Raises ParameterError for images that are no data URIs, and arguments of calls that are no JSON.
         """
         images: list[tuple[str, str]] = []
         messages = [_for_template(f"messages.{index}", each, images) for index, each in enumerate(self.messages)]
-        return messages, images
+        return messages, images, ""
 
 
 def _for_template(
@@ -285,14 +362,19 @@ def _parts(where: str, content: Sequence[_TextPart | _ImagePart], images: list[t
 
 def _image(where: str, url: str) -> tuple[str, str]:
     kind, comma, data = url.partition(",")
-    if not comma or kind.lower() not in _IMAGES:
+    if not comma or kind.lower() not in IMAGES:
         raise ParameterError(
             f"{where}: send the image itself, as data:image/png;base64,... or data:image/jpeg;base64,..., "
             f"got {quoted(url)}"
         )
+    check_image(where, data)
+    return IMAGES[kind.lower()], data
+
+
+def check_image(where: str, data: str) -> None:
+    """Raise ParameterError for an image that does not begin as base64 does."""
     with translated(ValueError, ParameterError, lambda error: f"{where}: no base64: {error}"):
         binascii.a2b_base64(data[:4096])
-    return _IMAGES[kind.lower()], data
 
 
 # ---- completions
@@ -304,8 +386,8 @@ class CompletionRequest(_Common):
     prompt: str | list[str] | list[_TokenId] | list[list[_TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    echo: Annotated[bool | None, _only(False, "a prompt is not sent back")] = None
-    suffix: Annotated[str | None, _only("", "text is written behind a prompt alone")] = None
+    echo: Annotated[bool | None, only(False, "a prompt is not sent back")] = None
+    suffix: Annotated[str | None, only("", "text is written behind a prompt alone")] = None
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:

@@ -91,6 +91,39 @@ class SamplingParams:
     stop: Annotated[StopRule, PlainValidator(_read_stop)] = StopRule(True, (), ())
 
 
+@dataclass(frozen=True)
+class Shaping:
+    """Settings for choosing tokens that applications have and the SDK has not; the defaults change nothing.
+
+    Penalties change the distribution, before `temperature`. The rest leaves tokens out, as top_k and top_p do.
+    """
+
+    __pydantic_config__ = StrictModel.model_config
+
+    presence_penalty: FiniteFloat = 0.0
+    """Subtracted from the logit of each token that the answer has already."""
+    frequency_penalty: FiniteFloat = 0.0
+    """Subtracted so many times as the answer has the token."""
+    repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    """Divides the logit of each token of prompt and answer if it is positive, and multiplies it if it is negative."""
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
+    """Least probability of a token, as a share of the likeliest one's."""
+    grammar: str | None = None
+    """Texts that the answer may be, as llguidance reads it in Lark's form (`chat/grammar.py`)."""
+    scored: bool = True
+    """Whether log-probabilities are told; else they may cover those tokens alone that could be drawn."""
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether it changes the distribution."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes which tokens are drawn."""
+        return self.penalizes or self.min_p > 0 or self.grammar is not None
+
+
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
     """A decoded asample request."""
@@ -107,6 +140,7 @@ class SampleRequest:
     """Record the sample for the loss stable_reinforce."""
     rollout_expert_indices: bool = False
     """Return the experts that computed each token."""
+    shaping: Shaping = Shaping()
 
     @property
     def only_scores(self) -> bool:
@@ -221,6 +255,12 @@ class _SampleBody(StrictModel):
         )
 
 
+class _OwnBody(_SampleBody):
+    """A body that the server itself has made for an application."""
+
+    shaping: Shaping = Shaping()
+
+
 def check_size(body: bytes, limits: RequestsConfig) -> None:
     """Raise UserError for a body that takes long to parse, by its commas and braces, those in texts included."""
     letters = np.frombuffer(body, dtype=np.uint8)
@@ -238,9 +278,12 @@ def check_size(body: bytes, limits: RequestsConfig) -> None:
         )
 
 
-def parse_sample_request(body: bytes) -> SampleRequest:
-    """An asample body. Raises UserError naming field and value, NotBuiltError for fields that are not built."""
-    parsed = parse_json(_SampleBody, body)
+def parse_sample_request(body: bytes, is_own: bool = False) -> SampleRequest:
+    """An asample body, with a `Shaping` only if the server made it (`is_own`).
+
+    Raises UserError naming field and value, NotBuiltError for fields that are not built.
+    """
+    parsed = parse_json(_OwnBody if is_own else _SampleBody, body)
     if parsed.sampling_session_id is None or parsed.seq_id is None:
         raise UserError("sampling_session_id and seq_id are both needed")
     chunks = [_decode_chunk(index, chunk) for index, chunk in enumerate(parsed.prompt.chunks)]
@@ -254,6 +297,7 @@ def parse_sample_request(body: bytes) -> SampleRequest:
         topk_sample_logprobs=parsed.topk_sample_logprobs,
         record_stability_info=bool(parsed.record_stability_info),
         rollout_expert_indices=bool(parsed.rollout_expert_indices),
+        shaping=parsed.shaping if isinstance(parsed, _OwnBody) else Shaping(),
     )
 
 

@@ -268,6 +268,26 @@ class SearchCursor(StrictModel):
     last_session_id: Id
 
 
+class CheckpointCursor(StrictModel):
+    """The `next_cursor` of the previous page of checkpoints."""
+
+    last_created_at: Annotated[AwareDatetime, Field(strict=False)]
+    last_checkpoint_uuid: Id
+    """The path of that page's last checkpoint: clients send back what they got."""
+
+
+class SearchCheckpointsRequest(StrictModel):
+    """POST checkpoints/search, of SDKs from 0.39 on."""
+
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = Field(default_factory=dict, max_length=100)
+    checkpoint_type: Literal["training", "sampler"] | None = None
+    owner: OwnerWanted = OwnerWanted()
+    base_models: Annotated[list[str], Field(min_length=1, max_length=100)] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: CheckpointCursor | None = None
+
+
 class SearchSessionsRequest(StrictModel):
     """POST sessions/search."""
 

@@ -266,7 +266,7 @@ class SampleAdmission:
 
 
 def _measure(renderer: Renderer, message: Sample) -> _Measured:
-    request = parse_sample_request(message.payload)
+    request = parse_sample_request(message.payload, is_own=True)
     if request.rollout_expert_indices and not renderer.base.follows_experts:
         raise UserError(
             f"rollout_expert_indices=true, but {renderer.base.name} has no experts that can be noted; leave it out"

@@ -57,7 +57,7 @@ class StepRows:
     count: int
     truncates: bool
     needs_logits: bool
-    """Whether a row wants its likeliest tokens."""
+    """Whether a row wants its likeliest tokens, or has a shape."""
     has_adapters: bool
     groups: Sequence[Together]
     owner: Weights | None = None
@@ -225,7 +225,7 @@ def rows_of(batch: DeviceBatch, owner: Weights | None) -> StepRows:
     return StepRows(
         count=len(jobs),
         truncates=any(job.params.top_k > 0 or job.params.top_p < 1 for job in jobs),
-        needs_logits=any(job.topk for job in jobs),
+        needs_logits=any(seat.sequence.job.topk or seat.sequence.shape is not None for seat in batch.seats),
         has_adapters=owner is None and any(job.weights is not None for job in jobs),
         groups=_similar([seat.blocks for seat in batch.seats]) if on_cpu else [(slice(None), batch.table.shape[1])],
         owner=owner,

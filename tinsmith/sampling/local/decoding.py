@@ -19,10 +19,10 @@ from tinsmith.models.base import BaseModel, threads_for
 from tinsmith.models.batched_lora import BatchedAdapters, most_columns
 from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter
-from tinsmith.sampling.choose import likeliest
+from tinsmith.sampling.choose import Choice, choose_shaped, likeliest
 from tinsmith.sampling.local.decode_graph import StepRunner
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows, rows_of
-from tinsmith.sampling.local.device_batch import DeviceBatch
+from tinsmith.sampling.local.device_batch import TOKEN, DeviceBatch
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.sequence import Seat, SequenceState
 from tinsmith.sampling.local.states import StateSlots
@@ -54,6 +54,8 @@ class Flight:
     """[rows, 2] tokens and log-probabilities, on the host once the step is done."""
     tops: Tops | Exception | None
     done: torch.cuda.Event | None
+    faults: Mapping[int, Exception]
+    """Why rows with a shape have no token."""
 
 
 class Decoding:
@@ -125,13 +127,14 @@ class Decoding:
             logits = run(batch, rows)
             batch.is_wrong = False
             # The step is done: what fails from here on must not let it be computed again.
+            faults = {} if logits is None else self._shape(batch, logits)
             drawn.copy_(batch.drawn[: rows.count], non_blocking=True)
             tops = None if logits is None else self._tops(batch, logits)
             if done is not None:
                 done.record()
         for sequence in sequences:
             sequence.stored += 1
-        return Flight(tuple(batch.seats), drawn, tops, done)
+        return Flight(tuple(batch.seats), drawn, tops, done, faults)
 
     def _batch(self, places: int) -> DeviceBatch:
         return DeviceBatch(places, self.blocks, self.base.device, self.scratch_slot, self._columns)
@@ -177,7 +180,7 @@ class Decoding:
         for row, (seat, (token, logprob)) in enumerate(zip(flight.seats, flight.drawn.tolist(), strict=True)):
             if seat.taken:
                 missing = flight.tops if isinstance(flight.tops, Exception) and seat.sequence.job.topk else None
-                yield seat.sequence, int(token), logprob, missing or tops.get(row)
+                yield seat.sequence, int(token), logprob, flight.faults.get(row) or missing or tops.get(row)
 
     def rest(self) -> None:
         """Hold no weights and no sequences until something runs."""
@@ -189,6 +192,27 @@ class Decoding:
         self.batches.clear()
         self.runners.clear()
         self._follow_owners({})
+
+    def _shape(self, batch: DeviceBatch, logits: Tensor) -> dict[int, Exception]:
+        """Draw again at the rows that have a shape; returns why some have no token."""
+        faults: dict[int, Exception] = {}
+        how: dict[int, Choice] = {}
+        for seat in batch.seats:
+            if seat.sequence.shape is not None:
+                try:
+                    how[seat.row] = seat.sequence.choice()
+                except UserError as error:
+                    faults[seat.row] = error
+        if not how:
+            return faults
+        try:
+            rows = upload(np.array(list(how)), logits.device)
+            tokens, logprobs = choose_shaped(logits, rows, list(how.values()))
+            batch.drawn.index_copy_(0, rows, torch.stack([tokens.double(), logprobs.double()], dim=1))
+            batch.state[:, TOKEN].index_copy_(0, rows, tokens)
+        except (UserError, RuntimeError) as error:
+            return faults | dict.fromkeys(how, error)
+        return faults
 
     def _tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | Exception | None:
         """Find the likeliest tokens at the rows that want them, or why there are none."""

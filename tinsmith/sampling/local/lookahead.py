@@ -81,8 +81,11 @@ class Lookahead:
         return flights
 
     def _launch_ahead(self) -> list[Flight]:
-        """Start the step after the one that is being computed; none if it needs more than the host knows now."""
-        if not self.schedule.grow_ahead():
+        """Start the step after the one that is being computed; none if it needs more than the host knows now.
+
+        A shape needs the newest token.
+        """
+        if any(s.shape is not None for s in self.schedule.queues.running) or not self.schedule.grow_ahead():
             return []
         flights: list[Flight] = []
         for group in self.decoding.groups([s for s in self.schedule.queues.running if not s.job.failed]):

@@ -6,8 +6,9 @@ one pass, whatever their models and snapshots. `queues.py` has the sequences, `s
 
 import secrets
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
+from tinsmith.chat.grammar import Grammars
 from tinsmith.config import SamplingConfig
 from tinsmith.errors import UserError
 from tinsmith.memory.budget import BLOCK, CPU_CACHE, CacheShape, CacheSizes
@@ -27,6 +28,7 @@ from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, ref_of
+from tinsmith.sampling.shaping import Shape
 from tinsmith.sampling.stopping import stop_rule
 from tinsmith.store import ids
 from tinsmith.store.records import LOCAL
@@ -121,8 +123,23 @@ class LocalSampler:
             unfinished=request.num_samples,
         )
         rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
-        job.sequences = [SequenceState(job, index, rule.for_another()) for index in range(job.num_samples)]
+        shape = self._shaped(request, rendered)
+        job.sequences = [
+            SequenceState(job, index, rule.for_another(), shape=shape()) for index in range(job.num_samples)
+        ]
         self.queues.waiting.add(job.session, job.sequences[0])
+
+    def _shaped(self, request: SampleRequest, rendered: RenderedInput) -> Callable[[], Shape | None]:
+        """Return what makes the shape of each sample. Raises UserError for a grammar that cannot be kept to."""
+        shaping = request.shaping
+        if not shaping.changes:
+            return lambda: None
+        begun = None if shaping.grammar is None else self._grammars.begin(shaping.grammar)
+        return lambda: Shape(shaping, rendered.token_ids, begun and begun.copy())
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.base.tokenizer.backend_tokenizer, self.base.vocab_size, self.base.eos_token_ids())
 
     def publish(self, weights: Weights) -> None:
         """Compute again what the former weights have computed; complete answers about a prompt stay."""

@@ -14,6 +14,7 @@ from tinsmith.sampling.choose import Choice
 from tinsmith.sampling.prefix import first_key, prompt_keys
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampledRoutes, SampleResult, TokensSampled
+from tinsmith.sampling.shaping import Shape
 from tinsmith.sampling.stopping import StopIds, StopStrings
 from tinsmith.store.records import LOCAL
 from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
@@ -120,6 +121,8 @@ class SequenceState:
     but those of the last token once it has ended."""
     routed: int = 0
     """Number of these tokens."""
+    shape: Shape | None = None
+    """Changes its logits; None changes nothing."""
 
     @property
     def length(self) -> int:
@@ -181,8 +184,9 @@ class SequenceState:
             self.reason = "length"
 
     def choice(self) -> Choice:
-        """Return how its next token is chosen."""
-        return Choice(self.job.params, self.job.seed, self.index, len(self.tokens), self.job.topk)
+        """Return how its next token is chosen. Raises UserError if its grammar has been left."""
+        shape = self.shape and self.shape.follow(self.tokens)
+        return Choice(self.job.params, self.job.seed, self.index, len(self.tokens), self.job.topk, shape)
 
     def newest(self) -> TokensSampled:
         return TokensSampled(self.job.request_id, self.index, self.tokens[-1:], self.logprobs[-1:], self.starts[-1][0])

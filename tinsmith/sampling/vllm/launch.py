@@ -144,6 +144,7 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, 
         # counts as one.
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_TOPK + 1)),
         *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+        *("--structured-outputs-config", json.dumps({"backend": "guidance"})),  # as the local sampler's grammars
     ]
     if on_gpu and config.vllm.vllm_turn_s:
         options.append("--enable-sleep-mode")

@@ -21,7 +21,7 @@ import orjson
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
-from tinsmith.wire.sample import SampledSequence, SampleRequest, VersionSpan
+from tinsmith.wire.sample import SampledSequence, SampleRequest, Shaping, VersionSpan
 
 _CONNECT_S = 10.0
 _SOCKET_PREFIX = "unix:"
@@ -146,8 +146,13 @@ Without it 0.26 answers with the last partial output, which lacks samples that e
 
 
 def truncates(request: SampleRequest) -> bool:
-    """Return whether tokens are drawn from a part of the vocabulary; vLLM's logprobs then cover only that part."""
-    return request.params.temperature > 0 and (request.params.top_k > 0 or request.params.top_p < 1)
+    """Return whether tokens are drawn from a part of the vocabulary, which vLLM's logprobs alone cover then.
+
+    It does not count where nobody is told the log-probabilities.
+    """
+    params, shaping = request.params, request.shaping
+    few = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or shaping.min_p > 0)
+    return shaping.scored and (few or shaping.grammar is not None)
 
 
 def longest_answer(request: SampleRequest, prompt: int, max_context: int, name: str) -> int:
@@ -165,13 +170,14 @@ def longest_answer(request: SampleRequest, prompt: int, max_context: int, name: 
 
 def check_parameters(request: SampleRequest) -> None:
     """Raise UserError for parameters that vLLM does not support, or would treat differently."""
-    params = request.params
+    params, shaping = request.params, request.shaping
     if 0 < params.temperature < LOWEST_TEMPERATURE:
         raise UserError(f"temperature is {params.temperature}; vLLM accepts 0, and {LOWEST_TEMPERATURE} and above")
-    if truncates(request) and params.temperature != 1:
+    if truncates(request) and (params.temperature not in (0, 1) or shaping.penalizes):
         raise UserError(
-            f"top_k={params.top_k}, top_p={params.top_p} at temperature {params.temperature}: vLLM gives no "
-            "log-probabilities over the whole vocabulary for this; use temperature 1, or neither top_k nor top_p"
+            f"top_k={params.top_k}, top_p={params.top_p}, min_p={shaping.min_p} at temperature {params.temperature}: "
+            "vLLM gives no log-probabilities over the whole vocabulary for this; use temperature 1 and no penalties, "
+            "or none of top_k, top_p, min_p and response_format"
         )
 
 
@@ -199,11 +205,30 @@ def sampling_params(
         "logprobs": likeliest(request.topk_sample_logprobs, vocab_size),
         "output_kind": _ONE_REPLY,
     }
+    body |= _shaped(request.shaping, greedy, done)
     if params.seed is not None:
         body["seed"] = vllm_seed(params.seed, done) + first
     if first == done == 0 and (request.questions.logprobs or request.questions.topk):
         body["prompt_logprobs"] = request.questions.topk
     return body
+
+
+def _shaped(shaping: Shaping, greedy: bool, done: int) -> dict[str, Any]:
+    """Return vLLM's parameters for a `Shaping`. It would count tokens that are `done` as the prompt's."""
+    if not shaping.changes:
+        return {}
+    if done and (shaping.penalizes or shaping.grammar is not None):
+        raise UserError(
+            "the weights were replaced while an answer with penalties or a response_format was sampled, with which "
+            "vLLM cannot go on; send the request again"
+        )
+    grammar = {} if shaping.grammar is None else {"structured_outputs": {"grammar": shaping.grammar}}
+    return grammar | {
+        "presence_penalty": shaping.presence_penalty,
+        "frequency_penalty": shaping.frequency_penalty,
+        "repetition_penalty": shaping.repetition_penalty,
+        "min_p": 0.0 if greedy else shaping.min_p,
+    }
 
 
 def scoring_params(topk: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Routes that list, search and describe runs, checkpoints and sessions."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -27,6 +28,7 @@ from tinsmith.wire.service_requests import (
     Query,
     RunsQuery,
     ScopeQuery,
+    SearchCheckpointsRequest,
     SearchSessionsRequest,
     SessionsQuery,
 )
@@ -78,6 +80,36 @@ def _describe(front: Front, run: TrainingRun) -> dict[str, Any]:
 
 def _cursor(page: catalog.Page, total: int) -> dict[str, int]:
     return {"offset": page.offset, "limit": page.limit, "total_count": total}
+
+
+@router.post("/checkpoints/search")
+async def search_checkpoints(request: Request) -> Response:
+    """A page of the checkpoints that match, newest first. Not tested with an SDK that sends it."""
+    asked = await read_json(request, SearchCheckpointsRequest)
+    cursor = asked.cursor
+    wanted = catalog.CheckpointFilter(
+        project_ids=_projects(asked.project_ids),
+        user_metadata=asked.user_metadata,
+        kind=asked.checkpoint_type,
+        base_models=asked.base_models,
+        before=None if cursor is None else (cursor.last_created_at.timestamp(), cursor.last_checkpoint_uuid),
+        tenants=_owners(asked.owner, caller_of(request)),
+    )
+    # One more than asked for shows whether there is another page.
+    found = await front_of(request).store.read(catalog.search_checkpoints, wanted, asked.limit + 1, time.time())
+    page = found[: asked.limit]
+    reply: dict[str, Any] = {"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in page]}
+    if len(found) > len(page):
+        last = page[-1]
+        reply["next_cursor"] = {
+            "last_created_at": timestamp(last.created_at),
+            "last_checkpoint_uuid": last.tinker_path,
+        }
+    return json_reply(reply)
+
+
+def _projects(asked: Sequence[str] | None) -> list[str | None] | None:
+    return None if asked is None else [None if project == NO_PROJECT else project for project in asked]
 
 
 @router.get("/sessions")
@@ -137,16 +169,11 @@ async def search_sessions(request: Request) -> Response:
 
 
 def _filter(asked: SearchSessionsRequest, caller: Caller) -> catalog.SessionFilter:
-    projects = (
-        None
-        if asked.project_ids is None
-        else [None if project == NO_PROJECT else project for project in asked.project_ids]
-    )
     cursor = asked.cursor
     return catalog.SessionFilter(
         session_id=asked.session_id,
         display_name=asked.display_name,
-        project_ids=projects,
+        project_ids=_projects(asked.project_ids),
         user_metadata=asked.user_metadata,
         statuses=None if asked.statuses is None else [(status.type, status.reasons) for status in asked.statuses],
         before=None if cursor is None else (cursor.last_created_at.timestamp(), cursor.last_session_id),

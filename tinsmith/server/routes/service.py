@@ -29,6 +29,9 @@ router = APIRouter()
 OLDEST = "0.22.3"
 """The first SDK that can send every forward pass in protobuf."""
 NEWEST = "0.38.0"
+_MOST_NOTED = 100
+_noted: set[str] = set()
+"""SDK versions that do not work, or were not tested, and that the log has named."""
 """The newest SDK that was tested."""
 
 FLAGS_FOR_OLDER = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True, "create_model_via_load_weights": True}
@@ -118,6 +121,9 @@ async def create_session(request: Request) -> Response:
     await front.ask(calls.begin_session, session_id, about, caller.tenant)
     log.info("session %s begins (SDK %s)", session_id, description.sdk_version, extra={"session": session_id})
     told = _objection(description.sdk_version)
+    if told is not None and description.sdk_version not in _noted and len(_noted) < _MOST_NOTED:
+        _noted.add(description.sdk_version)
+        log.warning("session %s: %s", session_id, told)
     return json_reply(
         {"type": "create_session", "session_id": session_id} | ({} if told is None else {"error_message": told})
     )

@@ -1,0 +1,109 @@
+"""Grammars of answers: what they let a model write, and what they do not."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.bases import write_family
+from tinsmith.chat.grammar import Grammars, call_grammar, check_grammar, json_grammar
+from tinsmith.chat.template import ChatFormat
+from tinsmith.chat.tools import CallForm, ToolCall, ToolCallStream
+from tinsmith.errors import ParameterError
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = {"weather": SCHEMA, "now": {}}
+JSON_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
+XML_CALL = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nKöln <b>\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+    directory = tmp_path_factory.mktemp("qwen3")
+    write_family("qwen3", directory)
+    return ChatFormat(str(directory))
+
+
+@pytest.fixture(scope="module")
+def accepts(model: ChatFormat) -> Callable[[str, str], bool]:
+    """Whether a grammar takes a whole text, token by token, and its end behind it."""
+    end = model.stop_ids[0]
+    grammars = Grammars(model.tokenizer, 2050, [end])
+
+    def check(grammar: str, text: str) -> bool:
+        state = grammars.begin(grammar)
+        for token in [*model.tokenizer.encode(text, add_special_tokens=False).ids, end]:
+            bits = np.unpackbits(state.mask(65).view(np.uint8), bitorder="little")
+            if not bits[token]:
+                return False
+            state.add(token)
+        return True
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"city": "Köln"}', True),
+        ('{\n  "city": "a \\" b",\n  "days": -3,\n  "unit": "F"\n}', True),
+        ('{"days": 3}', False),
+        ('{"city": 3}', False),
+        ('{"city": "a", "unit": "K"}', False),
+        ('{"city": "a", "more": 1}', False),
+        ('{"city": "a"} so', False),
+        (" " * 99 + '{"city": "a"}', False),
+    ],
+)
+def test_an_answer_is_json_of_the_schema(accepts: Callable[[str, str], bool], text: str, fits: bool) -> None:
+    assert accepts(json_grammar(SCHEMA), text) is fits
+    if fits:
+        json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("json", JSON_CALL),
+        ("xml", XML_CALL),
+        ("json", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+        ("xml", "<tool_call>\n<function=now>\n</function>\n</tool_call>"),
+    ],
+)
+def test_a_required_call_is_one_that_can_be_read(
+    model: ChatFormat, accepts: Callable[[str, str], bool], form: CallForm, text: str
+) -> None:
+    model.calls = form
+    one, several = call_grammar(model, TOOLS, 1), call_grammar(model, TOOLS, None)
+    assert accepts(one, text)
+    (call,) = [*ToolCallStream(form, TOOLS).add(text)]
+    assert isinstance(call, ToolCall)
+    assert accepts(several, f"{text}\n{text}")
+    assert not accepts(one, f"{text}\n{text}")
+    for wrong in ("I look.", text.replace("weather", "other").replace("now", "other"), text[:-1], f"{text} Then"):
+        assert not accepts(several, wrong), wrong
+
+
+def test_a_schema_that_cannot_be_kept_to_is_refused() -> None:
+    for schema in ({"type": "obj"}, {"type": "string", "pattern": "(?=a)b"}, {"enum": ["a" * 2**17]}):
+        with pytest.raises(ParameterError, match="schema") as refused:
+            check_grammar("response_format", json_grammar(schema))
+        assert refused.value.parameter == "response_format"
+
+
+def test_a_name_that_is_no_word_is_refused(model: ChatFormat) -> None:
+    model.calls = "xml"
+    wrong: list[dict[str, dict[str, Any]]] = [{"a b": {}}, {"a": {"properties": {">\n": {}}}}]
+    for tools in wrong:
+        with pytest.raises(ParameterError, match="is no name"):
+            call_grammar(model, tools, 1)

@@ -1,0 +1,138 @@
+"""Grammars that answers keep to: JSON of a schema, and calls of tools. llguidance says which tokens may come next.
+
+A grammar is a text in Lark's form. llguidance reads it here and inside vLLM.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from tinsmith.chat.template import ChatFormat
+from tinsmith.chat.tools import MARKS
+from tinsmith.errors import ParameterError, UserError, quoted
+
+_NAME = re.compile(r"[\w.-]+")
+_LONGEST = 2**17
+"""Characters of a grammar."""
+_SPACE = r"[ \n]{0,32}"
+"""White space between parts of JSON. Without a limit, some models write nothing else."""
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """Return the grammar of JSON that keeps to a schema."""
+    return f"start: {_json(schema)}"
+
+
+def call_grammar(model: ChatFormat, schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
+    """Return the grammar of calls of these tools in the form of the model; at least one, at most so many.
+
+    `schemas` are those of the arguments, by the name of the tool. Raises ParameterError for a name that is no word.
+    """
+    # llguidance knows a token that looks like a mark by this name alone
+    opened, closed = (mark if model.tokenizer.token_to_id(mark) is not None else _text(mark) for mark in MARKS)
+    rules, calls = list[str](), list[str]()
+    for number, (name, schema) in enumerate(schemas.items()):
+        if not _NAME.fullmatch(name):
+            raise ParameterError(f"tools: {quoted(name)} is no name of a function; use letters, digits, _ and -")
+        calls.append(f"call{number}")
+        rules += _xml_call(number, name, schema) if model.calls == "xml" else [_json_call(number, name, schema)]
+    again = '("\\n" call)*' if most is None else ""
+    one = f'call: {opened} "\\n" ({" | ".join(calls)}) "\\n" {closed}'
+    return "\n".join([f"start: call {again}", one, *rules])
+
+
+def _json_call(number: int, name: str, schema: Mapping[str, Any]) -> str:
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": {"type": "object", **schema}},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+    return f"call{number}: {_json(call)}"
+
+
+def _xml_call(number: int, name: str, schema: Mapping[str, Any]) -> list[str]:
+    """Parameters come in the order of the schema."""
+    parts, rules = [_text(f"<function={name}>\n")], []
+    needed = schema.get("required") or ()
+    for index, (parameter, of_value) in enumerate((schema.get("properties") or {}).items()):
+        if not _NAME.fullmatch(parameter):
+            raise ParameterError(f"tools: {quoted(parameter)} is no name of a parameter; use letters, digits, _ and -")
+        rule, end = f"value{number}x{index}", _text("\n</parameter>\n")
+        if isinstance(of_value, Mapping) and of_value.get("type") == "string" and "enum" not in of_value:
+            rules.append(f"{rule}[suffix={end}]: /(?s:.*)/")
+        elif isinstance(of_value, Mapping) and all(isinstance(each, str) for each in of_value.get("enum", (0,))):
+            rules.append(f"{rule}: ({' | '.join(map(_text, of_value['enum']))}) {end}")
+        else:
+            rules.append(f"{rule}: {_json(of_value if isinstance(of_value, Mapping) else {})} {end}")
+        part = f"({_text(f'<parameter={parameter}>' + chr(10))} {rule})"
+        parts.append(part if parameter in needed else f"{part}?")
+    return [f"call{number}: {' '.join(parts)} {_text('</function>')}", *rules]
+
+
+def _text(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _SPACE}})
+
+
+def check_grammar(parameter: str, grammar: str) -> None:
+    """Raise ParameterError if llguidance cannot hold an answer to a grammar."""
+    if len(grammar) > _LONGEST:
+        raise ParameterError(f"{parameter}: the schemas have {len(grammar)} characters; send at most {_LONGEST}")
+    fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
+    if fault:
+        raise ParameterError(
+            f"{parameter}: an answer cannot be held to this schema: {fault.splitlines()[0]}; simplify it"
+        )
+
+
+class Grammars:
+    """Begins grammars for answers of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: Iterable[int]) -> None:
+        """`vocabulary` is the number of logits, `ends` are the tokens that end an answer."""
+        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocabulary, eos_token=sorted(ends))
+
+    def begin(self, grammar: str) -> "GrammarState":
+        """Return the state at the beginning of an answer. Raises UserError."""
+        state = GrammarState(LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0))
+        state.check()
+        return state
+
+
+class GrammarState:
+    """The place of an answer in its grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> "GrammarState":
+        """Return the same state for another answer."""
+        return GrammarState(self._matcher.deep_copy())
+
+    def add(self, token: int) -> None:
+        """Go on with a token. Raises UserError if the grammar has none like it here."""
+        self._matcher.consume_token(token)
+        self.check()
+
+    def mask(self, words: int) -> NDArray[np.int32]:
+        """Return the tokens that may come next as bits, the lowest first."""
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        self.check()
+        return found[:words]
+
+    def check(self) -> None:
+        """Raise UserError if the grammar is too large, or was left."""
+        if self._matcher.is_error():
+            fault = self._matcher.get_error().splitlines()[0]
+            raise UserError(f"response_format: the answer cannot be held to it: {fault}; simplify the schema")
