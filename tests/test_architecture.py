@@ -53,6 +53,7 @@ RANKS = {
     "sampling": 10,
     "worker": 11,
     "engine": 11,
+    "console": 6,
     "server": 12,
     "commands": 14,
     "cli": 15,

@@ -22,6 +22,7 @@ from tinsmith.server.routes import (
     applications,
     catalog,
     checkpoints,
+    console,
     downloads,
     futures,
     metrics,
@@ -49,6 +50,8 @@ def create_app(front: Front) -> FastAPI:
         app.include_router(routes.router, prefix=PREFIX, dependencies=[Depends(admit)])
     app.include_router(applications.router, dependencies=[Depends(admit)])
     app.include_router(metrics.router)
+    app.include_router(console.open_router)
+    app.include_router(console.router, dependencies=[Depends(admit)])
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     app.add_api_route("/{path:path}", _not_built, methods=methods, dependencies=[Depends(admit)])
     return app

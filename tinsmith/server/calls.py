@@ -402,6 +402,19 @@ async def status(hub: Hub) -> dict[str, Any]:
     return {"engine": engine, "has_engine": hub.engine.takes_messages, **hub.activity.describe()}
 
 
+async def overview(hub: Hub) -> dict[str, Any]:
+    """Describe what engine and workers do and did in the last minutes, for the first page."""
+    sequences, since = hub.samples.unfinished
+    return await status(hub) | {
+        "unready": hub.told(await unready(hub)),
+        "gpus": hub.activity.gpus(),
+        "phases": hub.phases.describe(time.time()),
+        "pending_samples": {"sequences": sequences, "age_s": 0.0 if since is None else time.monotonic() - since},
+        "queued_bytes": hub.queued.size,
+        "started_at": hub.started_at,
+    }
+
+
 async def metrics(hub: Hub) -> bytes:
     """All numbers, for Prometheus."""
     sequences, since = hub.samples.unfinished

@@ -20,7 +20,8 @@ from tinsmith.server.async_store import Stored
 from tinsmith.server.base_models import BaseModels, Wording
 from tinsmith.server.body import LargeBodies
 from tinsmith.server.hub import Hub
-from tinsmith.server.signatures import UrlSigner
+from tinsmith.server.live import LivePages
+from tinsmith.server.signatures import Logins, UrlSigner
 from tinsmith.server.tenants import Tenants
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Model, Session
@@ -59,12 +60,14 @@ class Front:
         self.base_models = base_models
         self.ask = ask
         self.told = Wording(config, data_dir, base_models)
-        self.tenants = Tenants(store, lambda: base_models.names)
+        self.logins = Logins(data_dir)
+        self.tenants = Tenants(store, lambda: base_models.names, self.logins.key_id)
         self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
         self.shared = None if config.training.trains else SharedCheckpoints(self.files)
         """Checkpoints of another server; for one that only samples."""
         self.signer = UrlSigner(data_dir)
         self.applications = Applications()
+        self.live = LivePages()
         self.bodies = LargeBodies(self.tenants.knows, config.log_format)
         self._known_models: LRUCache[str, str] = LRUCache(_KNOWN_MODELS)
 

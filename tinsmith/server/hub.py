@@ -1,10 +1,12 @@
 """State that all requests share. It lives in one process, however many answer HTTP (`front.py`)."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Literal
 
 from tinsmith.config import Config
+from tinsmith.console.phases import Phases
 from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.own_directory import boot_name
@@ -76,6 +78,8 @@ class Hub:
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
         self.trace = Trace()
+        self.phases = Phases()
+        self.started_at = time.time()
         endpoint = config.server.otlp_endpoint
         self.exporter = Exporter(endpoint) if endpoint else None
         self.queued = QueuedOperations(config.server)
@@ -96,6 +100,7 @@ class Hub:
             self.activity.take(message)
             spans = [*message.spans, *SPANS.take()]
             self.trace.take(spans)
+            self.phases.take(spans, self.activity.tokens, time.time())
             if self.exporter is not None:
                 self.exporter.take(spans)
         elif isinstance(message, SampleEvents):
