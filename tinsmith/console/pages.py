@@ -28,7 +28,14 @@ POLICY = (
     "frame-ancestors 'none'"
 )
 """The Content-Security-Policy of every page: nothing is loaded from elsewhere, and no script or style is inline."""
-NAVIGATION = (("/", "Overview"), ("/runs", "Runs"), ("/operations", "Operations"))
+NAVIGATION = (
+    ("/", "Overview"),
+    ("/runs", "Runs"),
+    ("/samples", "Samples"),
+    ("/rollouts", "Rollouts"),
+    ("/playground", "Playground"),
+    ("/operations", "Operations"),
+)
 """Paths and titles in the head of every page."""
 LIVE_BLOCK = "live_"
 """Prefix of the blocks of a template that are sent anew when they change."""
@@ -181,6 +188,7 @@ def _environment() -> Environment:
     environment.globals |= {
         "line": line,
         "live": live,
+        "has_playground": True,
         "navigation": NAVIGATION,
         "order": ORDER,
         "stacked": stacked,

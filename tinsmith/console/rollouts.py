@@ -43,6 +43,8 @@ _EXCERPT = 220
 _CONTROL = re.compile(
     r"(<\|[^|<>\s]{1,40}\|>|</?(?:s|think|tool_call|tool_response|start_of_turn|end_of_turn|bos|eos)>)"
 )
+_SPEAKER = re.compile(r"<\|[^|<>\s]{1,40}\|>(?:system|user|assistant|tool|developer)\n")
+"""Says in many templates whose message begins."""
 _SORTS: dict[str, Callable[[Json], Any]] = {
     "number": lambda group: group["number"],
     "reward": lambda group: -math.inf if group["reward"] is None else group["reward"],
@@ -371,10 +373,9 @@ def _excerpt(episode: Json) -> str:
         return ""
     sample = episode["samples"][0]
     first = sample["sampled"][0][0] if sample["sampled"] else sample["prompt_length"]
-    text = " ".join(_CONTROL.sub(" ", sample["text"][: sum(sample["lengths"][:first])]).split())
-    return (
-        text.removesuffix(" assistant") if len(text) <= _EXCERPT else "…" + text[-_EXCERPT:].removesuffix(" assistant")
-    )
+    text = _CONTROL.sub(" ", _SPEAKER.sub(" ", sample["text"][: sum(sample["lengths"][:first])]))
+    text = " ".join(text.split())
+    return text if len(text) <= _EXCERPT else "…" + text[-_EXCERPT:]
 
 
 def _opening_images(episode: Json) -> list[Json]:
@@ -539,6 +540,11 @@ def _plain(text: str) -> list[Json]:
     return [{"text": piece, "is_control": bool(at % 2)} for at, piece in enumerate(_CONTROL.split(text)) if piece]
 
 
+def shade_of_surprise(logprob: float) -> str:
+    """The class of a token with this log-probability."""
+    return f"h{_shade(-logprob, _SURPRISES)}"
+
+
 class _Tokens:
     """The sampled tokens of a sample, with a shade and a description each."""
 
@@ -556,7 +562,7 @@ class _Tokens:
     def _shade(self, number: int) -> str:
         sampler, trainer, advantage = self._values(number)
         if self.colour == "surprise":
-            return f"h{_shade(-sampler, _SURPRISES)}"
+            return shade_of_surprise(sampler)
         if self.colour == "gap":
             return "none" if trainer is None else _signed(trainer - sampler, _GAPS)
         if self.colour == "advantage":

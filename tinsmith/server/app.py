@@ -23,6 +23,7 @@ from tinsmith.server.routes import (
     catalog,
     checkpoints,
     console,
+    console_samples,
     downloads,
     futures,
     metrics,
@@ -52,6 +53,7 @@ def create_app(front: Front) -> FastAPI:
     app.include_router(metrics.router)
     app.include_router(console.open_router)
     app.include_router(console.router, dependencies=[Depends(admit)])
+    app.include_router(console_samples.router, dependencies=[Depends(admit)])
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     app.add_api_route("/{path:path}", _not_built, methods=methods, dependencies=[Depends(admit)])
     return app

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import orjson
 
+from tinsmith.console.samples import KeptSample
 from tinsmith.errors import (
     BackpressureError,
     EngineUnavailableError,
@@ -159,11 +160,14 @@ async def sampling_session(hub: Hub, sampling_session_id: str) -> SamplingSessio
     return await hub.sampling_sessions.find(sampling_session_id)
 
 
-async def start_sample(hub: Hub, caller: Caller, message: Sample, tokens: int, in_text: int, digest: bytes) -> None:
+async def start_sample(
+    hub: Hub, caller: Caller, message: Sample, tokens: int, in_text: int, digest: bytes, only_scores: bool = False
+) -> None:
     """Start a sample whose body has this digest.
 
-    It may use so many `tokens`; so many of its prompt are `in_text`. A repeat starts nothing. Raises UserError if its
-    id belongs to a body of another digest, and BackpressureError beyond a limit.
+    It may use so many `tokens`; so many of its prompt are `in_text`. One that `only_scores` its prompt is no sample
+    that the console would show. A repeat starts nothing. Raises UserError if its id belongs to a body of another
+    digest, and BackpressureError beyond a limit.
     """
     request_id, count = message.request_id, message.num_samples
     hub.lifetimes.saw(request_id)
@@ -176,7 +180,10 @@ async def start_sample(hub: Hub, caller: Caller, message: Sample, tokens: int, i
             await hub.budgets.reserve(request_id, caller, owner, tokens, count)
             if ids.is_sample(request_id):
                 hub.sample_reports.expect(request_id)
-            await hub.engine.send(replace(message, run=sample.run))
+            message = replace(message, run=sample.run)
+            if not only_scores:
+                hub.kept_samples.begin(message)
+            await hub.engine.send(message)
         except TinsmithError:
             hub.samples.remove(request_id)
             hub.budgets.release(request_id)
@@ -218,6 +225,16 @@ async def cancel_sample(hub: Hub, request_id: str) -> None:
     if sample is not None and sample.outcome is None:
         hub.take(SampleFailed(request_id, sample.run, "it was cancelled by its client", "user", gone=False))
         await hub.engine.notify(CancelSample(request_id, sample.run))
+
+
+async def newest_samples(hub: Hub, tenant: str | None, most: int) -> list[KeptSample]:
+    """The newest finished samples of a tenant, or of all."""
+    return hub.kept_samples.newest(tenant, most)
+
+
+async def kept_sample(hub: Hub, tenant: str | None, request_id: str) -> KeptSample:
+    """One of them. Raises NotFoundError."""
+    return hub.kept_samples.find(tenant, request_id)
 
 
 # ---- Answers to applications, which are samples whose client waits on one connection

@@ -13,6 +13,8 @@ from cachetools import LRUCache
 from fastapi import Request
 
 from tinsmith.config import Config
+from tinsmith.config_values import at_home
+from tinsmith.console.run_files import RunFiles
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.server import calls
 from tinsmith.server.applications import Applications
@@ -69,6 +71,7 @@ class Front:
         self.applications = Applications()
         self.live = LivePages()
         self.bodies = LargeBodies(self.tenants.knows, config.log_format)
+        self.run_files = RunFiles(Path(at_home(config.server.run_files))) if config.server.run_files else None
         self._known_models: LRUCache[str, str] = LRUCache(_KNOWN_MODELS)
 
     async def refused(self, reason: str, status: int) -> None:

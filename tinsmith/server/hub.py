@@ -27,6 +27,7 @@ from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels, Wording
 from tinsmith.server.budgets import Budgets
 from tinsmith.server.engine_process import EngineProcess
+from tinsmith.server.kept_samples import KeptSamples
 from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.queued_operations import QueuedOperations
 from tinsmith.server.sample_journal import SampleJournal
@@ -72,6 +73,7 @@ class Hub:
         self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server)
+        self.kept_samples = KeptSamples(config.server.kept_sample_mib * 2**20)
         self.sample_reports = SampleReports(config.server.sample_result_ttl_s, SampleJournal(data_dir))
         self.sampling_sessions = SamplingSessions(self.store, self.told)
         self.lifetimes = Lifetimes(config.server, self.store, self.files)
@@ -119,6 +121,7 @@ class Hub:
             self.exporter.close()
 
     def _end_sample(self, message: SampleDone | SampleFailed) -> None:
+        self.kept_samples.end(message)
         if not self.samples.finish(message):
             return  # its client gave it up
         if isinstance(message, SampleDone):
