@@ -373,8 +373,12 @@ def _excerpt(episode: Json) -> str:
         return ""
     sample = episode["samples"][0]
     first = sample["sampled"][0][0] if sample["sampled"] else sample["prompt_length"]
-    text = _CONTROL.sub(" ", _SPEAKER.sub(" ", sample["text"][: sum(sample["lengths"][:first])]))
-    text = " ".join(text.split())
+    return end_of(sample["text"][: sum(sample["lengths"][:first])])
+
+
+def end_of(prompt: str) -> str:
+    """The end of a prompt in one line, without control tokens."""
+    text = " ".join(_CONTROL.sub(" ", _SPEAKER.sub(" ", prompt)).split())
     return text if len(text) <= _EXCERPT else "…" + text[-_EXCERPT:]
 
 

@@ -10,10 +10,13 @@ import numpy as np
 
 from tinsmith.chat.template import ChatFormat
 from tinsmith.chat.text import TextStream
-from tinsmith.console.rollouts import shade_of_surprise
+from tinsmith.console.pages import short
+from tinsmith.console.rollouts import end_of, shade_of_surprise
 from tinsmith.errors import NotFoundError, UserError, quoted
+from tinsmith.store import ids
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import ImageChunk, TextChunk
+from tinsmith.wire.paths import is_path, parse_path
 from tinsmith.wire.sample import SampleRequest, parse_sample_request
 
 Json = dict[str, Any]
@@ -65,7 +68,7 @@ def samples_page(kept: Sequence[KeptSample], formats: Formats, asked: Mapping[st
     rows = [_row(each, formats.get(each.base_model)) for each in chosen]
     wanted = asked.get("q", "").casefold()
     if wanted:
-        rows = [row for row in rows if any(wanted in row[name].casefold() for name in ("prompt", "whole", "error"))]
+        rows = [row for row in rows if any(wanted in row[name].casefold() for name in ("whole", "error"))]
     rows.sort(key=_SORTS[sort.lstrip("-")], reverse=not sort.startswith("-"))
     for row in rows:
         del row["whole"]
@@ -78,7 +81,7 @@ def samples_page(kept: Sequence[KeptSample], formats: Formats, asked: Mapping[st
         "keeps_mib": keeps_mib,
         "q": asked.get("q", ""),
         "model": asked.get("model", ""),
-        "models": sorted({_weights(each) for each in kept}),
+        "models": {name: label_of(name) for name in sorted({_weights(each) for each in kept})},
         "sort": sort,
         "sorts": {name: _sorted_url(name, sort, asked) for name in _SORTS},
     }
@@ -101,6 +104,17 @@ def _weights(sample: KeptSample) -> str:
     return sample.weights_id or sample.base_model
 
 
+def label_of(weights: str) -> str:
+    """A short name for weights: of a checkpoint, a run's newest or a snapshot of one, or a base model."""
+    if is_path(weights):
+        path = parse_path(weights)
+        return f"{path.name} of {short(path.model_id)}"
+    run, _, number = weights.removeprefix("live:").rpartition("/")
+    if weights.startswith("live:"):
+        return f"{short(number)}, newest"
+    return f"{short(run)} at {number}" if ids.parse_request_id(weights) and ids.session_of(run) else weights
+
+
 def _about(sample: KeptSample) -> Json:
     owner, _, number = sample.request_id.rpartition("/")
     return {
@@ -109,6 +123,7 @@ def _about(sample: KeptSample) -> Json:
         "tenant": sample.tenant,
         "base_model": sample.base_model,
         "weights": _weights(sample),
+        "label": label_of(_weights(sample)),
         "chat": _chat(sample),
         "began_at": sample.began_at,
         "seconds": sample.seconds,
@@ -129,13 +144,13 @@ def _row(sample: KeptSample, model: ChatFormat | None) -> Json:
     logprobs = [np.frombuffer(sequence.logprobs, "<f4") for sequence in reply.sequences]
     count = sum(map(len, logprobs))
     texts = [_decoded(model, np.frombuffer(sequence.tokens, "<i4").tolist()) for sequence in reply.sequences]
-    prompt = " ".join(_prompt_text(request, model).split())
+    prompt = _prompt_text(request, model)
     first = texts[0] if texts else ""
     return {
         **_about(sample),
-        "prompt": prompt if len(prompt) <= _EXCERPT else "…" + prompt[-_EXCERPT:],
+        "prompt": end_of(prompt),
         "answer": first if len(first) <= _EXCERPT else first[:_EXCERPT] + "…",
-        "whole": "\n".join(texts),
+        "whole": "\n".join([prompt, *texts]),
         "answers": len(texts),
         "images": [_image_url(sample, at) for at in range(_image_count(request))][:3],
         "tokens": count,

@@ -130,6 +130,11 @@ function begin() {
 
 // ---- Talking
 
+/** The short name of a model, which the page knows unless it is gone. */
+function labelOf(name) {
+  return [...find("model").options].find((option) => option.value === name)?.text || name;
+}
+
 function models() {
   return [find("model").value, find("beside").value].filter((name, at, all) => name && all.indexOf(name) === at);
 }
@@ -340,7 +345,7 @@ function fill(element, node) {
   const said = make("div", { className: "said-text" });
   if (node.running) said.append(node.text);
   else said.append(...tokenSpans(node));
-  const header = make("header", {}, make("span", { title: node.model }, make("bdi", {}, node.model)), make("small", {}, facts));
+  const header = make("header", {}, make("span", { title: node.model }, make("bdi", {}, labelOf(node.model))), make("small", {}, facts));
   element.replaceChildren(header, said);
   if (node.error) element.append(make("p", { className: "bad" }, node.error));
   if (!element.dataset.chosen) {

@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse
 from tinsmith.chat.template import ChatFormat
 from tinsmith.console.rollouts import IMAGE_PATH, PAGES
 from tinsmith.console.run_files import RunFiles
-from tinsmith.console.samples import MOST_LISTED, image_of, sample_page, samples_page
+from tinsmith.console.samples import MOST_LISTED, image_of, label_of, sample_page, samples_page
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.server import calls
 from tinsmith.server.access import caller_of
@@ -121,19 +121,28 @@ async def show_playground(front: Front, caller: Caller, asked: Asked) -> dict[st
     """What one can talk to: base models, checkpoints for sampling, and runs that train."""
     allowed = None if caller.key is None else caller.key.models
     bases = [
-        {"name": facts.name, "takes_images": facts.takes_images}
+        {"name": facts.name, "label": facts.name, "takes_images": facts.takes_images}
         for facts in front.base_models.all()
         if allowed is None or facts.name in allowed
     ]
     saved, _ = await front.store.read(catalog.list_checkpoints, catalog.Page(_MOST_OFFERED, 0), caller.sees)
     checkpoints = [
-        {"name": row.tinker_path, "base_model": row.base_model, "created_at": row.created_at}
+        {
+            "name": row.tinker_path,
+            "label": label_of(row.tinker_path),
+            "base_model": row.base_model,
+            "created_at": row.created_at,
+        }
         for row in saved
         if row.kind == "sampler"
     ]
     living = (await front.ask(calls.status)).get("models", [])
     live = [
-        {"name": f"live:{each['model_id']}", "base_model": each["base_model"]}
+        {
+            "name": f"live:{each['model_id']}",
+            "label": label_of(f"live:{each['model_id']}"),
+            "base_model": each["base_model"],
+        }
         for each in living
         if await front.tenants.owns(caller, each["model_id"])
     ]
