@@ -345,7 +345,7 @@ function fill(element, node) {
   const said = make("div", { className: "said-text" });
   if (node.running) said.append(node.text);
   else said.append(...tokenSpans(node));
-  const header = make("header", {}, make("span", { title: node.model }, make("bdi", {}, labelOf(node.model))), make("small", {}, facts));
+  const header = make("header", {}, make("span", { title: node.model }, labelOf(node.model)), make("small", {}, facts));
   element.replaceChildren(header, said);
   if (node.error) element.append(make("p", { className: "bad" }, node.error));
   if (!element.dataset.chosen) {
