@@ -308,6 +308,12 @@ def view(
         Path, typer.Argument(parser=_path, metavar="DIR", help="Directory of a run, or one with runs in it.")
     ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes any that is free.")] = 8001,
+    server: Annotated[
+        str,
+        typer.Option(
+            "--server", envvar="TINKER_BASE_URL", help="URL of the server that has the checkpoints, for links to chats."
+        ),
+    ] = "",
 ) -> None:
     """Show the episodes of reinforcement learning in a browser.
 
@@ -315,7 +321,7 @@ def view(
     """
     from tinsmith.commands.view import view
 
-    view(directory, port, typer.echo)
+    view(directory, port, server, typer.echo)
 
 
 @app.command()

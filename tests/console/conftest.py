@@ -3,6 +3,7 @@
 Screenshots lie in the test's directory. Without Chromium these tests are skipped.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +15,13 @@ import tinker
 from playwright.sync_api import Browser, Page, sync_playwright
 from tinker import types
 
-from tests.running import START_S, Server, serving
+from tests.console.hostile import HOSTILE
+from tests.running import START_S, Server, serving, tinsmith
+from tinsmith.models.tiny import write_tiny_model
 
 CHROMIUM = Path("/usr/bin/chromium")
 WIDE, PHONE = (1440, 900), (390, 844)
 """Sizes of a window, in pixels."""
-HOSTILE = """<script>document.title="owned"</script>"><img src=x onerror='document.title="owned"'>"""
-"""A text that a page would obey if it took it for HTML."""
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +51,7 @@ class Looking:
         with self.browser.new_context(
             color_scheme=theme, viewport={"width": width, "height": height}, extra_http_headers=headers
         ) as context:
-            context.set_default_timeout(START_S * 1000)
+            context.set_default_timeout(20000)
             context.add_cookies(list(cookies))
             page = context.new_page()
             page.on("console", lambda said: self.complaints.append(f"{path}: {said.type}: {said.text}"))
@@ -81,6 +82,12 @@ def look_at_empty(browser: Browser, empty_server: Server, tmp_path: Path) -> Loo
     return Looking(browser, empty_server.url, tmp_path)
 
 
+@pytest.fixture
+def look_at_seeing(browser: Browser, seeing_server: Server, tmp_path: Path) -> Looking:
+    """The pages of a server whose model takes pictures."""
+    return Looking(browser, seeing_server.url, tmp_path)
+
+
 @pytest.fixture(scope="session")
 def options(family_dir: Callable[[str], Path]) -> list[str]:
     return ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1"]
@@ -100,6 +107,34 @@ def server(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iter
         running.wait_for_health()
         with connect(running) as service:
             train(new_model(service), 12)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the runs that `seeing_server` shows."""
+    return tmp_path_factory.mktemp("rollouts")
+
+
+@pytest.fixture(scope="session")
+def seeing_server(rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose model takes pictures, and on which a run of reinforcement learning has played and learnt."""
+    directory, options = tmp_path_factory.mktemp("seeing"), ["--kv-cache-gib", "0.1", "--run-files", str(rollouts)]
+    write_tiny_model("qwen3-vl", directory / "model")
+    with serving(directory, "--base-model", f"seeing={directory / 'model'}", *options) as running:
+        running.wait_for_health()
+        tree: dict[str, dict[str, Any]] = {
+            "server": {"url": running.url, "api_key": "tml-console"},
+            "model": {"base_model": "seeing", "rank": 4},
+            "env": {"name": "tests.console.shouting:Shouting", "max_failed_share": 1.0, "max_failed_groups": 9},
+            "generation": {"max_tokens": 8},
+            "training": {"steps": 3, "groups": 7, "group_size": 4},
+            "prompts": {"count": 7},
+            "output": {"directory": str(rollouts / "a run"), "trackers": [], "save_every": 1},
+        }
+        (directory / "run.yaml").write_text(json.dumps(tree))  # which is YAML, too
+        done = tinsmith("rl", str(directory / "run.yaml"))  # here, the browser's event loop would be in its way
+        assert done.returncode == 0, done.stderr
         yield running
 
 

@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 from tests.console.conftest import PHONE, WIDE, Looking
 from tests.running import Server
 
-PAGES = ("/",)
+PAGES = ("/", "/samples", "/playground")
 """Pages that need nothing to be there."""
 LOOKS = [("light", WIDE), ("dark", WIDE), ("dark", PHONE)]
 

@@ -25,8 +25,8 @@ _OWN = {"navigation": ((ROLLOUTS, "Rollouts"),), "has_playground": False}
 """What templates show in place of the console's other pages."""
 
 
-def view(directory: Path, port: int, tell: Callable[[str], None]) -> None:
-    """Serve the pages on this machine until Ctrl-C, and `tell` where.
+def view(directory: Path, port: int, server: str, tell: Callable[[str], None]) -> None:
+    """Serve the pages on this machine until Ctrl-C, and `tell` where. Links to chats lead to `server`.
 
     Raises ConfigError for a directory that is none, and for a port that is taken.
     """
@@ -38,7 +38,7 @@ def view(directory: Path, port: int, tell: Callable[[str], None]) -> None:
         with translated(OSError, ConfigError, lambda _: taken):
             listening.bind(("127.0.0.1", port))
         tell(f"http://127.0.0.1:{listening.getsockname()[1]} shows {directory}; Ctrl-C ends it")
-        config = uvicorn.Config(view_app(RunFiles(directory)), lifespan="off", log_level="warning", ws="none")
+        config = uvicorn.Config(view_app(RunFiles(directory, server)), lifespan="off", log_level="warning", ws="none")
         asyncio.run(uvicorn.Server(config).serve([listening]))
 
 

@@ -22,7 +22,7 @@ COLOURS = {
     "mask": "what was sampled and what was read",
     "surprise": "how unlikely the sampler held each token, in nats",
     "gap": "log-probability of the trainer minus that of the sampler, in nats",
-    "advantage": "advantage of each token, for the largest of the trajectory",
+    "advantage": "advantage of each token, as a share of the largest of the group",
 }
 """Ways to colour tokens."""
 _SURPRISES = (0.1, 0.5, 1.0, 2.0, 4.0)
@@ -241,10 +241,7 @@ def _title(heading: Heading) -> str:
 
 def _chat(run: Run, path: str) -> Json:
     """A link to a chat with these weights, and the server at which they are."""
-    server = str(_setting(run.config(), "server", "url")).rstrip("/")
-    if not server.startswith(("http://", "https://")):
-        server = ""
-    return {"chat": f"/playground?{urlencode({'model': path})}", "server": server}
+    return {"chat": f"/playground?{urlencode({'model': path})}", "server": run.server}
 
 
 def _matches(episode: Json, asked: Asked) -> bool:
@@ -411,7 +408,8 @@ def group_page(files: RunFiles, asked: Asked) -> Json:
     numbers = [found for found, _ in groups]
     colour, at = _colour(asked), numbers.index(number)
     shown = sorted(members, key=lambda each: -each["reward"]) if asked.get("sort") == "reward" else members
-    episodes = [_episode(run, heading, each, colour, shown=_FEW_TOKENS) for each in shown[:_MOST_MEMBERS]]
+    shading = colour, _largest_advantage(members)
+    episodes = [_episode(run, heading, each, shading, _FEW_TOKENS) for each in shown[:_MOST_MEMBERS]]
     opening = _taken_opening(episodes)
     return {
         **_place(run, heading),
@@ -453,7 +451,8 @@ def trajectory_page(files: RunFiles, asked: Asked) -> Json:
         raise NotFoundError(f"{heading.name} has no member {member} of group {number}")
     episode, colour = members[at], _colour(asked)
     shows_all = asked.get("all") == "1"
-    shown = _episode(run, heading, episode, colour, 10**9 if shows_all else _MOST_TOKENS)
+    shading = colour, _largest_advantage(members)
+    shown = _episode(run, heading, episode, shading, 10**9 if shows_all else _MOST_TOKENS)
     return {
         **_place(run, heading),
         "group": {"number": number, "url": _url(run.name, heading.name, number)},
@@ -490,9 +489,13 @@ def _colours(colour: str, asked: Asked) -> Json:
     }
 
 
-def _episode(run: Run, heading: Heading, episode: Json, colour: str, shown: int) -> Json:
-    largest = max((abs(value) for each in episode["samples"] for value in each["advantages"] or ()), default=0.0)
-    samples = [_turns(run, sample, colour, largest, shown) for sample in episode["samples"]]
+def _largest_advantage(members: Sequence[Json]) -> float:
+    samples = (sample for each in members for sample in each["samples"])
+    return max((abs(value) for sample in samples for value in sample["advantages"] or ()), default=0.0)
+
+
+def _episode(run: Run, heading: Heading, episode: Json, shading: tuple[str, float], shown: int) -> Json:
+    samples = [_turns(run, sample, shading, shown) for sample in episode["samples"]]
     return {
         **_member(run, heading, episode),
         "version": episode["version"],
@@ -502,11 +505,11 @@ def _episode(run: Run, heading: Heading, episode: Json, colour: str, shown: int)
     }
 
 
-def _turns(run: Run, sample: Json, colour: str, largest: float, shown: int) -> Json:
+def _turns(run: Run, sample: Json, shading: tuple[str, float], shown: int) -> Json:
     """A sample as what was read and what was said in turn; of long ones the first `shown` tokens that were said."""
     ends = [0, *accumulate(sample["lengths"])]
     rewards = {int(at): float(value) for at, value in sample["rewards"]}
-    tokens, turns, at, taken = _Tokens(sample, colour, largest), list[Json](), 0, 0
+    tokens, turns, at, taken = _Tokens(sample, *shading), list[Json](), 0, 0
     for start, stop in sample["sampled"]:
         if start > at:
             turns.append(_read(run, sample, ends, at, start))

@@ -75,8 +75,8 @@ class Heading:
 class Run:
     """The directory of one run."""
 
-    def __init__(self, directory: Path, kept: Kept, episodes: Kept) -> None:
-        self.directory, self._kept, self._episodes = directory, kept, episodes
+    def __init__(self, directory: Path, server: str, kept: Kept, episodes: Kept) -> None:
+        self.directory, self._server, self._kept, self._episodes = directory, server, kept, episodes
 
     @property
     def name(self) -> str:
@@ -100,6 +100,13 @@ class Run:
     def state(self) -> Json:
         """Where the run would go on."""
         return self._optional("state.json", _read_object, {})
+
+    @property
+    def server(self) -> str:
+        """URL of the server at which its checkpoints are; empty if that is not known."""
+        section = self.config().get("server")
+        url = self._server or str(section.get("url") if isinstance(section, dict) else "").rstrip("/")
+        return url if url.startswith(("http://", "https://")) else ""
 
     def headings(self) -> list[Heading]:
         """What files of trajectories there are, by step; evaluations come before the step that follows them."""
@@ -143,14 +150,15 @@ class Run:
 class RunFiles:
     """The runs in a directory: it is one itself, or those directly below it are."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
+    def __init__(self, root: Path, server: str = "") -> None:
+        """`server` is the URL at which the checkpoints of all are; else each run says it."""
+        self.root, self._server = root.resolve(), server.rstrip("/")
         self._kept, self._episodes = Kept(_KEPT_VALUES), Kept(_KEPT_FILES)
 
     def runs(self) -> list[Run]:
         """All of them, the newest first."""
         places = [self.root] if _is_run(self.root) else [place for place in _below(self.root) if _is_run(place)]
-        found = [Run(place, self._kept, self._episodes) for place in places]
+        found = [Run(place, self._server, self._kept, self._episodes) for place in places]
         return sorted(found, key=lambda run: -run.changed_at)
 
     def run(self, name: str) -> Run:

@@ -197,7 +197,7 @@ def sample_page(sample: KeptSample, model: ChatFormat | None) -> Json:
     params = request.params
     settings = {
         "temperature": params.temperature,
-        "top_p": params.top_p,
+        "top_p": None if params.top_p == 1 else params.top_p,
         "top_k": params.top_k,
         "seed": params.seed,
         "max_tokens": params.max_tokens,
@@ -205,7 +205,7 @@ def sample_page(sample: KeptSample, model: ChatFormat | None) -> Json:
     }
     return {
         **_about(sample),
-        "settings": {name: value for name, value in settings.items() if value not in (None, "")},
+        "settings": {name: value for name, value in settings.items() if value not in (None, "", -1)},
         "prompt": list(_prompt(sample, request, model)),
         "prompt_tokens": sum(len(chunk.tokens) for chunk in request.prompt if isinstance(chunk, TextChunk)),
         "cached_tokens": reply.prompt_cache_hit_tokens,
