@@ -22,7 +22,7 @@ from tinsmith.errors import ConfigError, NotFoundError, TinsmithError, translate
 
 _HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin"}
 _OWN = {"navigation": ((ROLLOUTS, "Rollouts"),), "has_playground": False}
-"""What templates show in place of the console's other pages."""
+"""Values for templates, which have no links to the console's other pages here."""
 
 
 def view(directory: Path, port: int, server: str, tell: Callable[[str], None]) -> None:

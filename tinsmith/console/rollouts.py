@@ -1,4 +1,4 @@
-"""What the pages on rollouts show: runs, the steps of a run, groups of a step, and one trajectory token by token."""
+"""Data of the pages on rollouts: runs, the steps of a run, groups of a step, and one trajectory token by token."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from tinsmith.console.charts import downsample
-from tinsmith.console.run_files import Heading, Json, Run, RunFiles, checkpoint_before
+from tinsmith.console.run_files import Heading, Json, RunDirectory, RunFiles, checkpoint_before
 from tinsmith.errors import NotFoundError, UserError, quoted
 
 ROLLOUTS = "/rollouts"
@@ -63,7 +63,7 @@ def runs_page(files: RunFiles) -> Json:
     return {"root": str(files.root), "runs": [_about(run) for run in files.runs()]}
 
 
-def _about(run: Run) -> Json:
+def _about(run: RunDirectory) -> Json:
     config, metrics = run.config(), run.metrics()
     rewards = [(line["step"], line["reward"]) for line in metrics if line.get("reward") is not None]
     return {
@@ -102,7 +102,7 @@ def run_page(files: RunFiles, asked: Asked) -> Json:
     }
 
 
-def _file_row(run: Run, heading: Heading, metrics: Json | None, checkpoints: Mapping[int, str]) -> Json:
+def _file_row(run: RunDirectory, heading: Heading, metrics: Json | None, checkpoints: Mapping[int, str]) -> Json:
     metrics = metrics if metrics is not None and heading.kind == "step" else {}
     return {
         "name": heading.name,
@@ -131,7 +131,7 @@ _CURVES = {
 """Metrics that are drawn, with title and meaning."""
 
 
-def _curves(run: Run, metrics: Sequence[Json]) -> list[Json]:
+def _curves(run: RunDirectory, metrics: Sequence[Json]) -> list[Json]:
     files = {each.step: _url(run.name, each.name) for each in run.headings() if each.kind == "step"}
     found = []
     for name, (title, meaning) in _CURVES.items():
@@ -204,8 +204,8 @@ def step_page(files: RunFiles, asked: Asked) -> Json:
     }
 
 
-def _place(run: Run, heading: Heading) -> Json:
-    """Where a step stands among all: for the slider, and for links to its neighbours."""
+def _place(run: RunDirectory, heading: Heading) -> Json:
+    """A step among all: for the slider, and for links to its neighbours."""
     alike = [
         each for each in run.headings() if each.kind == heading.kind and (each.step is None) == (heading.step is None)
     ]
@@ -239,7 +239,7 @@ def _title(heading: Heading) -> str:
     return "Evaluation" if heading.step is None else f"Evaluation after step {heading.step}"
 
 
-def _chat(run: Run, path: str) -> Json:
+def _chat(run: RunDirectory, path: str) -> Json:
     """A link to a chat with these weights, and the server at which they are."""
     return {"chat": f"/playground?{urlencode({'model': path})}", "server": run.server}
 
@@ -319,7 +319,7 @@ def _by_group(episodes: Sequence[Json]) -> list[tuple[int, list[Json]]]:
     return [(number, list(members)) for number, members in groupby(ordered, key=lambda each: int(each["group"]))]
 
 
-def _group_row(run: Run, heading: Heading, number: int, members: Sequence[Json]) -> Json:
+def _group_row(run: RunDirectory, heading: Heading, number: int, members: Sequence[Json]) -> Json:
     rewards = [each["reward"] for each in members if each["usable"]]
     return {
         "number": number,
@@ -335,7 +335,7 @@ def _group_row(run: Run, heading: Heading, number: int, members: Sequence[Json])
     }
 
 
-def _member(run: Run, heading: Heading, episode: Json) -> Json:
+def _member(run: RunDirectory, heading: Heading, episode: Json) -> Json:
     return {
         "member": episode["member"],
         "url": _url(run.name, heading.name, episode["group"], episode["member"]),
@@ -494,7 +494,7 @@ def _largest_advantage(members: Sequence[Json]) -> float:
     return max((abs(value) for sample in samples for value in sample["advantages"] or ()), default=0.0)
 
 
-def _episode(run: Run, heading: Heading, episode: Json, shading: tuple[str, float], shown: int) -> Json:
+def _episode(run: RunDirectory, heading: Heading, episode: Json, shading: tuple[str, float], shown: int) -> Json:
     samples = [_turns(run, sample, shading, shown) for sample in episode["samples"]]
     return {
         **_member(run, heading, episode),
@@ -505,7 +505,7 @@ def _episode(run: Run, heading: Heading, episode: Json, shading: tuple[str, floa
     }
 
 
-def _turns(run: Run, sample: Json, shading: tuple[str, float], shown: int) -> Json:
+def _turns(run: RunDirectory, sample: Json, shading: tuple[str, float], shown: int) -> Json:
     """A sample as what was read and what was said in turn; of long ones the first `shown` tokens that were said."""
     ends = [0, *accumulate(sample["lengths"])]
     rewards = {int(at): float(value) for at, value in sample["rewards"]}
@@ -530,7 +530,7 @@ def _turns(run: Run, sample: Json, shading: tuple[str, float], shown: int) -> Js
     return {"turns": turns, "tokens": len(sample["lengths"]), "has_trainer": sample["trainer_logprobs"] is not None}
 
 
-def _read(run: Run, sample: Json, ends: Sequence[int], start: int, stop: int) -> Json:
+def _read(run: RunDirectory, sample: Json, ends: Sequence[int], start: int, stop: int) -> Json:
     """Text and images between answers."""
     spans, at = list[Json](), start
     for image in sample["images"]:
@@ -617,7 +617,7 @@ def _url(*parts: object) -> str:
     return "/".join([ROLLOUTS, *(quote(str(part), safe="") for part in parts)])
 
 
-def _image_url(run: Run, name: str) -> str:
+def _image_url(run: RunDirectory, name: str) -> str:
     return f"{IMAGES}/{quote(run.name, safe='')}/{quote(name, safe='')}"
 
 

@@ -32,14 +32,14 @@ Value = TypeVar("Value")
 Json = dict[str, Any]
 
 
-class Kept:
-    """What was read of files, until they change."""
+class KeptContents:
+    """Contents of files, until they change."""
 
     def __init__(self, most: int) -> None:
         self._values: LRUCache[tuple[str, int, int, int], Any] = LRUCache(most)
 
     def read(self, file: Path, parse: Callable[[Path], Value]) -> Value:
-        """What `parse` makes of a file. Raises OSError if it cannot be read."""
+        """The result of `parse` for a file. Raises OSError if it cannot be read."""
         found = file.stat()
         key = str(file), found.st_ino, found.st_mtime_ns, found.st_size
         if key not in self._values:
@@ -68,14 +68,14 @@ class Heading:
 
     @property
     def order(self) -> tuple[bool, int, bool]:
-        """Where it stands among the others."""
+        """Its place among the others, as a key to sort by."""
         return self.step is None, self.step or 0, self.kind == "step"
 
 
-class Run:
+class RunDirectory:
     """The directory of one run."""
 
-    def __init__(self, directory: Path, server: str, kept: Kept, episodes: Kept) -> None:
+    def __init__(self, directory: Path, server: str, kept: KeptContents, episodes: KeptContents) -> None:
         self.directory, self._server, self._kept, self._episodes = directory, server, kept, episodes
 
     @property
@@ -98,7 +98,7 @@ class Run:
         return self._optional("config.json", _read_object, {})
 
     def state(self) -> Json:
-        """Where the run would go on."""
+        """The content of state.json: the step at which the run would go on, and its checkpoints."""
         return self._optional("state.json", _read_object, {})
 
     @property
@@ -109,7 +109,7 @@ class Run:
         return url if url.startswith(("http://", "https://")) else ""
 
     def headings(self) -> list[Heading]:
-        """What files of trajectories there are, by step; evaluations come before the step that follows them."""
+        """The headings of all files of trajectories, by step; evaluations come before the step that follows them."""
         directory = self.directory / "trajectories"
         files = sorted(directory.glob(f"*{_SUFFIX}")) if directory.is_dir() else []
         return sorted((self._kept.read(file, _read_heading) for file in files), key=lambda each: each.order)
@@ -153,15 +153,15 @@ class RunFiles:
     def __init__(self, root: Path, server: str = "") -> None:
         """`server` is the URL at which the checkpoints of all are; else each run says it."""
         self.root, self._server = root.resolve(), server.rstrip("/")
-        self._kept, self._episodes = Kept(_KEPT_VALUES), Kept(_KEPT_FILES)
+        self._kept, self._episodes = KeptContents(_KEPT_VALUES), KeptContents(_KEPT_FILES)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[RunDirectory]:
         """All of them, the newest first."""
         places = [self.root] if _is_run(self.root) else [place for place in _below(self.root) if _is_run(place)]
-        found = [Run(place, self._server, self._kept, self._episodes) for place in places]
+        found = [RunDirectory(place, self._server, self._kept, self._episodes) for place in places]
         return sorted(found, key=lambda run: -run.changed_at)
 
-    def run(self, name: str) -> Run:
+    def run(self, name: str) -> RunDirectory:
         """One of them. Raises NotFoundError."""
         found = next((run for run in self.runs() if run.name == name), None)
         if found is None:

@@ -1,4 +1,4 @@
-"""What the pages on samples show: a list of the newest, and one of them token by token."""
+"""Data of the pages on samples: a list of the newest, and one of them token by token."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
