@@ -34,7 +34,7 @@ _KEPT_SHARE = 0.9
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What a step made of a sample."""
+    """The result of a step for one sample."""
 
     advantages: NDArray[np.float32]
     """[r] over the response, with all corrections; 0.0 where nothing was sampled."""
@@ -43,7 +43,7 @@ class Learned:
 
 
 Lessons = Mapping[int, Sequence[Learned]]
-"""What was learnt of the samples of each trajectory, by the trajectory's place in the file."""
+"""Lessons of the samples of each trajectory, by the trajectory's place in the file."""
 
 
 class EpisodeFiles:
@@ -194,7 +194,7 @@ def _pieces(sample: TrainingSample, template: ChatTemplate) -> list[str]:
 
 
 def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Where runs of true values begin and end."""
+    """The beginnings and ends of runs of true values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return [(start, stop) for start, stop in list(pairwise(edges.tolist()))[::2]]
 

@@ -241,7 +241,7 @@ def weighted_samples(groups: Sequence[Group], settings: TrainingSection) -> list
 
 
 def by_place(trajectories: Sequence[Trajectory], lessons: Sequence[Learned]) -> Lessons:
-    """What `learn` returned, by the place of the trajectory among all."""
+    """The result of `learn`, by the place of the trajectory among all."""
     left = iter(lessons)
     return {
         place: list(islice(left, len(trajectory.samples)))

@@ -118,7 +118,7 @@ async def rollout_image(request: Request, run: str, name: str) -> Response:
 
 
 async def show_playground(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
-    """What one can talk to: base models, checkpoints for sampling, and runs that train."""
+    """Partners for a chat: base models, checkpoints for sampling, and runs that train."""
     allowed = None if caller.key is None else caller.key.models
     bases = [
         {"name": facts.name, "label": facts.name, "takes_images": facts.takes_images}
