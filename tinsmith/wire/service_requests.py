@@ -158,6 +158,21 @@ class CheckpointsQuery(Query):
     offset: CountFromZero = 0
 
 
+class RunsPageQuery(Query):
+    """The console's page of runs."""
+
+    offset: CountFromZero = 0
+    project: str = ""
+    compare: str = ""
+    """Empty: the list, no comparison."""
+
+
+class SmoothQuery(Query):
+    """The part of the console's queries that says how curves are smoothed."""
+
+    smooth: Annotated[float, Field(ge=0, le=0.999)] = 0.0
+
+
 class TraceQuery(Query):
     """GET trace."""
 

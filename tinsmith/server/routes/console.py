@@ -1,5 +1,6 @@
 """The pages of the console, their files, and how people log in."""
 
+import asyncio
 import time
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -8,18 +9,41 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import RedirectResponse
 
 from tinsmith import __version__
+from tinsmith.chat.template import ChatFormat
+from tinsmith.console.batches import describe_batch
 from tinsmith.console.overview import overview
-from tinsmith.console.pages import STATIC, Viewer, render, static_files
-from tinsmith.errors import NotFoundError
+from tinsmith.console.pages import STATIC, Viewer, render, short, static_files
+from tinsmith.console.runs import (
+    MOST_COMPARED,
+    SMOOTHING,
+    describe_comparison,
+    describe_metrics,
+    describe_row,
+    describe_run,
+)
+from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.server import calls
+from tinsmith.server.access import caller_of, require_of
 from tinsmith.server.body import read_form
 from tinsmith.server.console import Asked, add_page, html_reply
 from tinsmith.server.front import Front, front_of
-from tinsmith.server.replies import LOGIN, UnauthorizedError
+from tinsmith.server.replies import LOGIN, UnauthorizedError, json_reply
 from tinsmith.server.signatures import COOKIE, LOGIN_S
 from tinsmith.server.tenants import Caller
-from tinsmith.store.operations import failed_operations, queued_operations
+from tinsmith.store import catalog
+from tinsmith.store.commands import FIRST_REQUESTS
+from tinsmith.store.operations import (
+    failed_operations,
+    last_metrics,
+    offspring_of,
+    origins_of,
+    queued_operations,
+    read_first_requests,
+)
 from tinsmith.store.usage import DAY_S, used_between
+from tinsmith.wire.forward_backward import decode_stored
+from tinsmith.wire.json_body import parse_query
+from tinsmith.wire.service_requests import RunsPageQuery, SmoothQuery
 
 router = APIRouter()
 """Pages, which need a key where there are keys."""
@@ -28,6 +52,9 @@ open_router = APIRouter()
 
 _FORM_BYTES = 4096
 _SHOWN_QUEUED, _SHOWN_ERRORS = 12, 8
+_RUNS_A_PAGE = 50
+_NO_IMAGES = (b"",) * 10_000
+"""Digests of images that are not shown."""
 _FOR_EVER = "public, max-age=31536000, immutable"
 
 
@@ -43,7 +70,101 @@ async def show_overview(front: Front, caller: Caller, asked: Asked) -> dict[str,
     return overview(about, queued, failed, used)
 
 
+# ---- Runs
+
+
+async def show_runs(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
+    """A page of the runs, newest first; or those that are compared."""
+    if asked.get("compare"):
+        return await _compared(front, caller, asked)
+    query = parse_query(RunsPageQuery, asked)
+    page = catalog.Page(_RUNS_A_PAGE, query.offset)
+    found, total = await front.store.read(catalog.list_runs, page, query.project or None, caller.sees)
+    last = await front.store.read(last_metrics, [run.model.model_id for run in found], "forward_backward")
+    runs = [describe_row(run, last.get(run.model.model_id)) for run in found]
+    pages = {"offset": page.offset, "limit": page.limit, "total": total}
+    return {"compared": None, "runs": runs, "project": query.project, **pages, "most_compared": MOST_COMPARED}
+
+
+async def _compared(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
+    model_ids = _model_ids(asked["compare"])
+    for model_id in model_ids:
+        await require_of(front, caller, "run", model_id)
+    runs = [await front.store.read(catalog.find_run, model_id) for model_id in model_ids]
+    curves = [await front.curves(model_id) for model_id in model_ids]
+    return {"compared": describe_comparison(runs, curves), "smooth": _smoothing(asked), "offered": SMOOTHING}
+
+
+def _model_ids(text: str) -> list[str]:
+    """Raises UserError for other than one to four ids."""
+    found = list(dict.fromkeys(each for each in text.split(",") if each))
+    if not 1 <= len(found) <= MOST_COMPARED:
+        raise UserError(f"compare={text[:300]!r} must name 1 to {MOST_COMPARED} runs, with commas between them")
+    return found
+
+
+def _smoothing(asked: Asked) -> float:
+    return parse_query(SmoothQuery, {"smooth": asked.get("smooth") or "0"}).smooth
+
+
+async def show_run(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
+    """One run: configuration, last metrics, checkpoints, lineage."""
+    model_id = asked["run_id"]
+    run = await front.store.read(catalog.find_run, model_id)
+    saved = await front.store.read(catalog.list_run_checkpoints, model_id)
+    lineage = (
+        await front.store.read(origins_of, model_id),
+        await front.store.read(offspring_of, model_id, caller.sees),
+    )
+    session = await front.store.read(catalog.describe_session, run.model.session_id)
+    told = {"display_name": session.display_name, "user_metadata": session.user_metadata or {}}
+    described = describe_run(run, told, await front.curves(model_id), saved, lineage)
+    may_change = caller.role != "read-only" and front.config.training.trains
+    return described | {"smooth": _smoothing(asked), "offered": SMOOTHING, "may_change": may_change}
+
+
+async def show_batches(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
+    """The first batches of a run, as its model saw them."""
+    model_id = asked["run_id"]
+    run = await front.store.read(catalog.find_run, model_id)
+    kept = await front.store.read(read_first_requests, model_id)
+    shown: dict[str, Any] = {"model_id": model_id, "most": FIRST_REQUESTS, "batches": [], "untold": ""}
+    if kept:
+        try:
+            chat = await front.applications.format_of(front.base_models.find(run.model.base_model))
+            shown["batches"] = await asyncio.to_thread(_described, kept, chat)
+        except TinsmithError as error:  # such as a base model that is not served any more
+            shown["untold"] = front.told(str(error))
+    return shown
+
+
+def _described(kept: list[tuple[int, bytes]], chat: ChatFormat) -> list[dict[str, Any]]:
+    def decode(token: int) -> str:
+        return chat.tokenizer.decode([token], skip_special_tokens=False)
+
+    return [describe_batch(seq_id, decode_stored(payload, _NO_IMAGES), decode) for seq_id, payload in kept]
+
+
+@router.get("/curves.json")
+async def curves(request: Request) -> Response:
+    """The curves of one to four runs, downsampled, for charts."""
+    front, caller = front_of(request), caller_of(request)
+    model_ids = _model_ids(request.query_params.get("runs", ""))
+    smooth = _smoothing(request.query_params)
+    for model_id in model_ids:
+        await require_of(front, caller, "run", model_id)
+    found = [await front.curves(model_id) for model_id in model_ids]
+    runs = [
+        {"model_id": model_id, "name": short(model_id), "steps": each.steps, "curves": each.drawn(smooth)}
+        for model_id, each in zip(model_ids, found, strict=True)
+    ]
+    return json_reply({"runs": runs, "metrics": describe_metrics(found)}, headers={"Cache-Control": "no-store"})
+
+
 add_page(router, "/", "overview.html.jinja", show_overview, "/overview.json")
+add_page(router, "/runs", "runs.html.jinja", show_runs)
+add_page(router, "/runs/{run_id}/batches", "batches.html.jinja", show_batches)
+add_page(router, "/runs/{run_id}", "run.html.jinja", show_run)
 
 
 # ---- Files and logins
