@@ -28,7 +28,7 @@ POLICY = (
     "frame-ancestors 'none'"
 )
 """The Content-Security-Policy of every page: nothing is loaded from elsewhere, and no script or style is inline."""
-NAVIGATION = (("/", "Overview"), ("/runs", "Runs"), ("/operations", "Operations"))
+NAVIGATION = (("/", "Overview"), ("/runs", "Runs"), ("/operations", "Operations"), ("/settings", "Settings"))
 """Paths and titles in the head of every page."""
 LIVE_BLOCK = "live_"
 """Prefix of the blocks of a template that are sent anew when they change."""

@@ -173,6 +173,21 @@ class SmoothQuery(Query):
     smooth: Annotated[float, Field(ge=0, le=0.999)] = 0.0
 
 
+class OperationsQuery(Query):
+    """The console's page of operations; empty is no condition."""
+
+    status: Literal["", "queued", "done", "failed"] = ""
+    kind: str = ""
+    run: str = ""
+    before: CountFromZero | None = None
+
+
+class OperationQuery(Query):
+    """The part of a path of the console that names an operation of a run."""
+
+    seq_id: CountFromZero
+
+
 class TraceQuery(Query):
     """GET trace."""
 

@@ -11,6 +11,14 @@ from starlette.responses import RedirectResponse
 from tinsmith import __version__
 from tinsmith.chat.template import ChatFormat
 from tinsmith.console.batches import describe_batch
+from tinsmith.console.operations import (
+    KINDS,
+    STATUSES,
+    describe_keys,
+    describe_life,
+    describe_operation,
+    describe_settings,
+)
 from tinsmith.console.overview import overview
 from tinsmith.console.pages import STATIC, Viewer, render, short, static_files
 from tinsmith.console.runs import (
@@ -27,23 +35,26 @@ from tinsmith.server.access import caller_of, require_of
 from tinsmith.server.body import read_form
 from tinsmith.server.console import Asked, add_page, html_reply
 from tinsmith.server.front import Front, front_of
-from tinsmith.server.replies import LOGIN, UnauthorizedError, json_reply
+from tinsmith.server.replies import LOGIN, ForbiddenError, UnauthorizedError, json_reply
 from tinsmith.server.signatures import COOKIE, LOGIN_S
 from tinsmith.server.tenants import Caller
 from tinsmith.store import catalog
 from tinsmith.store.commands import FIRST_REQUESTS
+from tinsmith.store.keys import list_keys
 from tinsmith.store.operations import (
     failed_operations,
+    find_operation,
     last_metrics,
+    list_operations,
     offspring_of,
     origins_of,
     queued_operations,
     read_first_requests,
 )
-from tinsmith.store.usage import DAY_S, used_between
+from tinsmith.store.usage import DAY_S, stored_bytes, used_between
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.wire.json_body import parse_query
-from tinsmith.wire.service_requests import RunsPageQuery, SmoothQuery
+from tinsmith.wire.service_requests import OperationQuery, OperationsQuery, RunsPageQuery, SmoothQuery
 
 router = APIRouter()
 """Pages, which need a key where there are keys."""
@@ -52,7 +63,7 @@ open_router = APIRouter()
 
 _FORM_BYTES = 4096
 _SHOWN_QUEUED, _SHOWN_ERRORS = 12, 8
-_RUNS_A_PAGE = 50
+_RUNS_A_PAGE, _OPERATIONS_A_PAGE = 50, 60
 _NO_IMAGES = (b"",) * 10_000
 """Digests of images that are not shown."""
 _FOR_EVER = "public, max-age=31536000, immutable"
@@ -161,10 +172,50 @@ async def curves(request: Request) -> Response:
     return json_reply({"runs": runs, "metrics": describe_metrics(found)}, headers={"Cache-Control": "no-store"})
 
 
+# ---- Operations
+
+
+async def show_operations(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
+    """The log, newest first."""
+    query = parse_query(OperationsQuery, asked)
+    if query.run:
+        await require_of(front, caller, "run", query.run)
+    wanted = query.before, query.run or None, query.kind or None, query.status or None
+    found = await front.store.read(list_operations, caller.sees, _OPERATIONS_A_PAGE, *wanted)
+    return {
+        "operations": [describe_operation(each) for each in found],
+        "older": found[-1].number if len(found) == _OPERATIONS_A_PAGE else None,
+        "asked": {"status": query.status, "kind": query.kind, "run": query.run},
+        "statuses": STATUSES,
+        "kinds": KINDS,
+        "is_admin": caller.sees is None,
+    }
+
+
+async def show_operation(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
+    """One operation, with what computed it as far as that is known."""
+    seq_id = parse_query(OperationQuery, {"seq_id": asked["seq_id"]}).seq_id
+    found = await front.store.read(find_operation, asked["run_id"], seq_id)
+    return describe_life(found, await front.ask(calls.spans_of, found.request_id))
+
+
+async def show_settings(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
+    """Settings in force, and the keys with what is used of their budgets; for admins."""
+    if caller.sees is not None:
+        raise ForbiddenError("the settings, and the keys of all tenants, need a key of an admin")
+    now = time.time()
+    used = await front.store.read(used_between, now // DAY_S * DAY_S, now + DAY_S, None)
+    keys = describe_keys(await front.store.read(list_keys), used, await front.store.read(stored_bytes), now)
+    return {"settings": describe_settings(front.config), "keys": keys}
+
+
 add_page(router, "/", "overview.html.jinja", show_overview, "/overview.json")
 add_page(router, "/runs", "runs.html.jinja", show_runs)
 add_page(router, "/runs/{run_id}/batches", "batches.html.jinja", show_batches)
 add_page(router, "/runs/{run_id}", "run.html.jinja", show_run)
+add_page(router, "/operations", "operations.html.jinja", show_operations)
+add_page(router, "/operations/{run_id}/{seq_id}", "operation.html.jinja", show_operation)
+add_page(router, "/settings", "settings.html.jinja", show_settings)
 
 
 # ---- Files and logins
