@@ -77,6 +77,7 @@ def describe_run(
         "steps": curves.steps,
         "last": _finite(curves.last),
         "metrics": describe_metrics([curves]),
+        "checkpoint_count": len(checkpoints),
         "checkpoints": [describe_checkpoint(each) for each in checkpoints],
         "origins": [vars(each) for each in origins],
         "offspring": [vars(each) for each in offspring],

@@ -63,7 +63,7 @@ open_router = APIRouter()
 
 _FORM_BYTES = 4096
 _SHOWN_QUEUED, _SHOWN_ERRORS = 12, 8
-_RUNS_A_PAGE, _OPERATIONS_A_PAGE = 50, 60
+_RUNS_A_PAGE, _OPERATIONS_A_PAGE, _CHECKPOINTS = 50, 60, 30
 _NO_IMAGES = (b"",) * 10_000
 """Digests of images that are not shown."""
 _FOR_EVER = "public, max-age=31536000, immutable"
@@ -131,6 +131,8 @@ async def show_run(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]
     told = {"display_name": session.display_name, "user_metadata": session.user_metadata or {}}
     described = describe_run(run, told, await front.curves(model_id), saved, lineage)
     may_change = caller.role != "read-only" and front.config.training.trains
+    if not asked.get("all"):
+        described["checkpoints"] = described["checkpoints"][:_CHECKPOINTS]
     return described | {"smooth": _smoothing(asked), "offered": SMOOTHING, "may_change": may_change}
 
 
