@@ -22,7 +22,13 @@ from tinsmith.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("database")
 
-DESCRIPTION = {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None}
+DESCRIPTION: dict[str, Any] = {
+    "tags": [],
+    "user_metadata": None,
+    "sdk_version": "0",
+    "project_id": None,
+    "display_name": None,
+}
 
 
 def run_of(store: Store, session: str, tenant: str) -> str:

@@ -138,7 +138,7 @@ class Curves:
 
 def _drawn(steps: Sequence[int], values: Sequence[float], smoothing: float, most: int) -> dict[str, list[Any]]:
     at = downsample(steps, values, most)
-    found = {"x": [steps[each] for each in at], "y": [_finite(values[each]) for each in at]}
+    found: dict[str, list[Any]] = {"x": [steps[each] for each in at], "y": [_finite(values[each]) for each in at]}
     if smoothing:
         average = smoothed(values, smoothing)
         found["smooth"] = [_rounded(average[each]) for each in at]

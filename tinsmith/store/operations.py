@@ -6,6 +6,7 @@ through all of the payload for it.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import ColumnElement, Select, func, literal_column, select, true
 
@@ -17,20 +18,6 @@ from tinsmith.store.store import Store
 _IS_QUEUED = commands.c.status == literal_column("'queued'")
 _IS_FAILED = commands.c.status == literal_column("'failed'")
 _JOINED = commands.join(models, commands.c.model_id == models.c.model_id).join(sessions)
-_SHOWN = (
-    commands.c.id,
-    commands.c.model_id,
-    commands.c.seq_id,
-    commands.c.kind,
-    commands.c.status,
-    commands.c.created_at,
-    commands.c.finished_at,
-    commands.c.error,
-    commands.c.category,
-    commands.c.tokens,
-    commands.c.gpu_seconds,
-    sessions.c.tenant,
-)
 
 
 @dataclass(frozen=True)
@@ -66,6 +53,13 @@ class ShownOperation:
     @property
     def request_id(self) -> str:
         return ids.request_id(self.model_id, self.seq_id)
+
+
+_SHOWN = [
+    commands.c.id,
+    *(commands.c[name] for name in list(ShownOperation.__dataclass_fields__)[1:-1]),
+    sessions.c.tenant,
+]
 
 
 def _of(tenant: str | None) -> ColumnElement[bool]:
@@ -213,7 +207,7 @@ def offspring_of(store: Store, model_id: str, tenant: str | None) -> list[RunOri
         return [RunOrigin(*row) for row in found]
 
 
-def _loads() -> Select[tuple[str, float, str | None]]:
+def _loads() -> Select[*tuple[Any, ...]]:
     path = (
         select(checkpoints.c.tinker_path)
         .where(checkpoints.c.directory == _LOADED_FROM)

@@ -167,10 +167,11 @@ class RunsPageQuery(Query):
     """Empty: the list, no comparison."""
 
 
-class SmoothQuery(Query):
-    """The part of the console's queries that says how curves are smoothed."""
+class CurvesQuery(Query):
+    """The part of the console's queries that says how curves are drawn."""
 
     smooth: Annotated[float, Field(ge=0, le=0.999)] = 0.0
+    scale: Literal["linear", "log"] = "linear"
 
 
 class OperationsQuery(Query):

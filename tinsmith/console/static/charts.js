@@ -28,6 +28,11 @@ function linesOf(metric, runs) {
   return lines;
 }
 
+/** A logarithm is drawn only of what is above 0. */
+function isLog(figure, lines) {
+  return figure.closest("[data-curves]").dataset.scale === "log" && lines.every((line) => line.y.every((value) => value == null || value > 0));
+}
+
 function draw(figure, runs) {
   const lines = linesOf(figure.dataset.metric, runs);
   figure.hidden = lines.length === 0;
@@ -41,7 +46,7 @@ function draw(figure, runs) {
   const grid = { stroke: css("--rule"), width: 1 }, stroke = css("--soft"), font = "11px system-ui, sans-serif";
   figure.plot = new uPlot({
     width: place.clientWidth || 300, height: 170, series: seriesOf(lines), legend: { show: false }, cursor: { y: false, sync: { key: "steps" } },
-    padding: [8, 8, 0, 0], scales: { x: { time: false } },
+    padding: [8, 8, 0, 0], scales: { x: { time: false }, y: { distr: isLog(figure, lines) ? 3 : 1 } },
     axes: [
       { stroke, grid, font, ticks: grid, size: 26, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
       { stroke, grid, font, ticks: { show: false }, size: 54, space: 32, values: (_, ticks) => ticks.map(digits) },

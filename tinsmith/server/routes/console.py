@@ -54,7 +54,7 @@ from tinsmith.store.operations import (
 from tinsmith.store.usage import DAY_S, stored_bytes, used_between
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.wire.json_body import parse_query
-from tinsmith.wire.service_requests import OperationQuery, OperationsQuery, RunsPageQuery, SmoothQuery
+from tinsmith.wire.service_requests import CurvesQuery, OperationQuery, OperationsQuery, RunsPageQuery
 
 router = APIRouter()
 """Pages, which need a key where there are keys."""
@@ -103,7 +103,7 @@ async def _compared(front: Front, caller: Caller, asked: Asked) -> dict[str, Any
         await require_of(front, caller, "run", model_id)
     runs = [await front.store.read(catalog.find_run, model_id) for model_id in model_ids]
     curves = [await front.curves(model_id) for model_id in model_ids]
-    return {"compared": describe_comparison(runs, curves), "smooth": _smoothing(asked), "offered": SMOOTHING}
+    return {"compared": describe_comparison(runs, curves), **_drawn_as(asked)}
 
 
 def _model_ids(text: str) -> list[str]:
@@ -114,8 +114,10 @@ def _model_ids(text: str) -> list[str]:
     return found
 
 
-def _smoothing(asked: Asked) -> float:
-    return parse_query(SmoothQuery, {"smooth": asked.get("smooth") or "0"}).smooth
+def _drawn_as(asked: Asked) -> dict[str, Any]:
+    """How curves are drawn, and how they could be. Raises UserError."""
+    query = parse_query(CurvesQuery, {name: asked[name] for name in ("smooth", "scale") if asked.get(name)})
+    return {"smooth": query.smooth, "scale": query.scale, "offered": SMOOTHING}
 
 
 async def show_run(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
@@ -133,7 +135,7 @@ async def show_run(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]
     may_change = caller.role != "read-only" and front.config.training.trains
     if not asked.get("all"):
         described["checkpoints"] = described["checkpoints"][:_CHECKPOINTS]
-    return described | {"smooth": _smoothing(asked), "offered": SMOOTHING, "may_change": may_change}
+    return described | _drawn_as(asked) | {"may_change": may_change}
 
 
 async def show_batches(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
@@ -163,7 +165,7 @@ async def curves(request: Request) -> Response:
     """The curves of one to four runs, downsampled, for charts."""
     front, caller = front_of(request), caller_of(request)
     model_ids = _model_ids(request.query_params.get("runs", ""))
-    smooth = _smoothing(request.query_params)
+    smooth = _drawn_as(request.query_params)["smooth"]
     for model_id in model_ids:
         await require_of(front, caller, "run", model_id)
     found = [await front.curves(model_id) for model_id in model_ids]
