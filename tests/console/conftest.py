@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tinker
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tinker import types
 
 from tests.console.hostile import HOSTILE
@@ -29,6 +29,7 @@ def browser() -> Iterator[Browser]:
     """Chromium without a window."""
     if not CHROMIUM.exists():
         pytest.skip(f"there is no browser: apt-get install chromium puts one at {CHROMIUM}")
+    expect.set_options(timeout=START_S * 1000)
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found

@@ -35,6 +35,7 @@ NAVIGATION = (
     ("/rollouts", "Rollouts"),
     ("/playground", "Playground"),
     ("/operations", "Operations"),
+    ("/settings", "Settings"),
 )
 """Paths and titles in the head of every page."""
 LIVE_BLOCK = "live_"
@@ -146,6 +147,13 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
 
 
+def plain(value: Any) -> str:
+    """Return a value of a configuration as people write it."""
+    if value is None:
+        return "–"
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+
+
 def live(name: str) -> Markup:
     """Return the attributes of an element whose content is the block `live_NAME`, which changes while one looks."""
     return Markup('sse-swap="{}" hx-swap="morph:innerHTML"').format(name)
@@ -181,6 +189,7 @@ def _environment() -> Environment:
         "duration": duration,
         "number": number,
         "percent": percent,
+        "plain": plain,
         "short": short,
         "size": size,
         "when": when,
@@ -194,7 +203,8 @@ def _environment() -> Environment:
         "stacked": stacked,
         "static": static_url,
     }
-    environment.globals["parts"] = environment.get_template("parts.html.jinja").module
+    for name in ("parts", "curves"):
+        environment.globals[name] = environment.get_template(f"{name}.html.jinja").module
     return environment
 
 

@@ -73,8 +73,7 @@ class Phases:
     def _at(self, number: int) -> _Interval | None:
         """Return an interval, made if it is a later one; None if it is forgotten."""
         if not self._kept or number > self._kept[-1].number + KEPT:
-            self._kept.clear()
-            self._kept.append(_Interval(number))
+            self._kept.extend(_Interval(each) for each in range(number - KEPT + 1, number + 1))
         while number > self._kept[-1].number:
             self._kept.append(_Interval(self._kept[-1].number + 1))
         at = number - self._kept[0].number

@@ -17,6 +17,7 @@ WORKER_ACTIVITY = "tinsmith_worker_activity_seconds_total"
 OF_MODEL = "tinsmith_model_sampled_tokens_total"
 _SENSORS = {
     "tinsmith_gpu_memory_used_bytes": "memory_used",
+    "tinsmith_gpu_memory_bytes": "memory",
     "tinsmith_gpu_utilization_ratio": "utilization",
     "tinsmith_gpu_temperature_celsius": "temperature",
     "tinsmith_gpu_power_watts": "power",

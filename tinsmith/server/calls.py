@@ -34,6 +34,7 @@ from tinsmith.observing.metrics import (
     QUEUED_BYTES,
     REFUSALS,
 )
+from tinsmith.observing.spans import Span
 from tinsmith.protocol.serving import CancelSample, ForgetCheckpoint, Sample, SampleDone, SampleFailed, Wake
 from tinsmith.server.hub import Hub
 from tinsmith.server.replies import GoneError
@@ -430,6 +431,11 @@ async def overview(hub: Hub) -> dict[str, Any]:
         "queued_bytes": hub.queued.size,
         "started_at": hub.started_at,
     }
+
+
+async def spans_of(hub: Hub, request_id: str) -> list[Span]:
+    """The spans of one operation, or sample, and of the passes that computed it, as far as they are kept."""
+    return hub.trace.of(request_id)
 
 
 async def metrics(hub: Hub) -> bytes:

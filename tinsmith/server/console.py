@@ -19,7 +19,7 @@ from tinsmith.server.live import MOST_STREAMS
 from tinsmith.server.tenants import Caller
 
 Asked = Mapping[str, str]
-"""Parameters of the query and of the path, by name."""
+"""Parameters of the query and of the path, by name; one that is repeated holds all values, with commas."""
 Data = Callable[[Front, Caller, Asked], Awaitable[dict[str, Any]]]
 """Fetches what a page shows, as values that JSON has. Raises errors of `tinsmith/errors.py`."""
 
@@ -70,7 +70,10 @@ def viewer_of(request: Request) -> Viewer:
 
 
 def _asked(request: Request) -> Asked:
-    return {**request.query_params, **request.path_params}
+    given: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        given[name] = f"{given[name]},{value}" if name in given else value
+    return given | request.path_params
 
 
 def _stream(request: Request, template: str, data: Data) -> Response:

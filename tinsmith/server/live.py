@@ -79,7 +79,7 @@ class LivePages:
         compute: Callable[[], Awaitable[Mapping[str, str]]],
         still: Callable[[], Awaitable[None]],
     ) -> AsyncIterator[bytes]:
-        """Yield the events of a page: all blocks, then those that change, as long as `still` does not raise."""
+        """Yield the events of a page: all blocks, then those that change, until `still` raises a TinsmithError."""
         page = self._pages.get(key)
         if page is None:
             page = self._pages[key] = _LivePage()
@@ -98,7 +98,10 @@ class LivePages:
                     await asyncio.sleep(random.uniform(0.0, self._pause_s - _EVERY_S))  # not all at once
                 if time.monotonic() - looked_at >= _LOOK_S:
                     looked_at = time.monotonic()
-                    await still()
+                    try:
+                        await still()
+                    except TinsmithError:
+                        return
                     yield b": \n\n"
         finally:
             page.followers -= 1

@@ -26,3 +26,43 @@ document.addEventListener("keydown", (event) => {
   const field = event.key === "/" && document.querySelector("main input:not([type=hidden])");
   if (field) { event.preventDefault(); field.focus(); }
 });
+
+// Forms that need no button
+document.addEventListener("change", (event) => event.target.closest("form[data-submits]")?.requestSubmit());
+
+async function asked(place, options) {
+  const reply = await fetch(place, options);
+  const told = await reply.json();
+  if (!reply.ok) throw new Error(told.detail);
+  return told;
+}
+
+const actions = {
+  async copy(button) {
+    await navigator.clipboard.writeText(button.dataset.copy);
+    notice(`Copied: ${button.dataset.copy}`);
+  },
+  async ttl(button) {
+    const days = prompt("Days from now after which it expires; empty: never", "30");
+    if (days === null) return;
+    const ttl_seconds = days.trim() ? Math.round(Number(days) * 86400) : null;
+    await asked(button.dataset.ttl, { method: "PUT", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ ttl_seconds }) });
+    notice(ttl_seconds === null ? "It stays until it is deleted." : `It expires in ${days} days.`);
+  },
+  async downloads(button) {
+    const { urls } = await asked(button.dataset.downloads);
+    for (const url of Object.values(urls)) {
+      const link = document.createElement("a");
+      link.href = url;
+      link.download = "";
+      link.click();
+    }
+  },
+};
+
+document.addEventListener("click", (event) => {
+  for (const [name, act] of Object.entries(actions)) {
+    const button = event.target.closest(`[data-${name}]`);
+    if (button) act(button).catch((error) => notice(error.message));
+  }
+});
