@@ -143,7 +143,8 @@ def _curves(run: RunDirectory, metrics: Sequence[Json]) -> list[Json]:
 
 def _curve(points: Sequence[tuple[int, float]], files: Mapping[int | None, str]) -> Json:
     """A curve in the units of a drawing; its points lead to what was played."""
-    points = [points[at] for at in downsample(*zip(*points, strict=True), _MOST_POINTS)]
+    kept = downsample([step for step, _ in points], [value for _, value in points], _MOST_POINTS)
+    points = [points[at] for at in kept]
     steps, values = zip(*points, strict=True)
     low, high = min(values), max(values)
     across, up = (steps[-1] - steps[0]) or 1, (high - low) or 1.0
