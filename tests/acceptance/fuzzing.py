@@ -95,7 +95,10 @@ COMPLETIONS: list[dict[str, Any]] = [
     {"model": "tinker://{model}/sampler_weights/kept", "prompt": "a", "max_tokens": 3, "logprobs": 1, "top_k": 5},
     {"model": "text:peft:32", "prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}},
 ]
-OUTSIDE = ("v1/", "oai/", "static/", "login", "logout", "overview", "curves.json", "runs", "operations", "settings")
+OUTSIDE = (
+    *("v1/", "oai/", "static/", "login", "logout", "overview", "curves.json", "runs", "operations", "settings"),
+    *("samples", "sample-images/", "rollouts", "rollout-images/", "playground"),
+)
 """Beginnings of routes that do not lie below the Tinker API."""
 
 BODIES: dict[str, list[dict[str, Any]]] = {

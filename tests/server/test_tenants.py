@@ -23,6 +23,7 @@ from sqlalchemy import Engine, event
 from tests.acceptance.fuzzing import BODIES, OUTSIDE
 from tests.databases import run_sql
 from tests.server.serving import PROTOBUF, Served, forward_backward_body, refused, served
+from tinsmith.protocol.serving import Sample, SampleDone
 from tinsmith.server import tenants
 from tinsmith.server.access import PREFIX
 from tinsmith.server.app import create_app
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.usefixtures("database")
 KINDS = ("weights", "sampler_weights", "external_weights")
 IN_PATHS = {"session_id": "{session}", "run_id": "{model}", "sampling_session_id": "{sampler}", "name": "kept"}
 IN_PATHS |= {"file:path": "weights", "path:path": "nothing", "name:path": "live:{model}", "seq_id": "0"}
+IN_PATHS |= {"owner": "{sampler}", "number": "1", "image": "0"}
+IN_PATHS |= dict.fromkeys(("run", "file", "group", "member"), "0")
 WITHOUT_JSON = {"{path:path}", "login", "logout"}
 SIGNATURE = "?expires=4000000000&signature=x"
 SAME_FOR_ALL = {"telemetry", "create_custom_loss", "sessions/search"}
@@ -64,6 +67,12 @@ async def belongings(server: Served) -> dict[str, str]:
     for kind in KINDS:
         server.save(f"tinker://{model}/{kind}/kept", tenant=server.store.tenant_of(session))
     server.hub.samples.add(f"{sampler}/1", 1, 10)
+    body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": {"chunks": []}, "sampling_params": {}}
+    tenant = server.store.tenant_of(session)
+    assert tenant is not None
+    kept = Sample(f"{sampler}/1", 1, "tiny", None, 1, stream=False, payload=json.dumps(body).encode(), tenant=tenant)
+    server.hub.kept_samples.begin(kept)
+    server.hub.kept_samples.end(SampleDone(kept.request_id, 1, b""))
     return {
         "session": session,
         "ending": await server.new_session(),
