@@ -52,7 +52,7 @@ class Looking:
         with self.browser.new_context(
             color_scheme=theme, viewport={"width": width, "height": height}, extra_http_headers=headers
         ) as context:
-            context.set_default_timeout(20000)
+            context.set_default_timeout(START_S * 1000)
             context.add_cookies(list(cookies))
             page = context.new_page()
             page.on("console", lambda said: self.complaints.append(f"{path}: {said.type}: {said.text}"))
