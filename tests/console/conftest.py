@@ -133,4 +133,5 @@ def train(model: tinker.TrainingClient, steps: int) -> None:
     model.save_state("half-way").result()
     model.save_weights_for_sampler("final").result()
     with pytest.raises(tinker.TinkerError):
-        model.forward_backward([datum(model, "a loss that is unknown")], HOSTILE).result()
+        unknown: Any = HOSTILE
+        model.forward_backward([datum(model, "a loss that is unknown")], unknown).result()
