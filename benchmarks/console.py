@@ -228,7 +228,11 @@ def beside_training() -> None:
 def _listening_at(url: str) -> psutil.Process:
     """The process that answers at this address."""
     port = urlsplit(url).port
-    found = [each.pid for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.laddr[1] == port]
+    found = [
+        each.pid
+        for each in psutil.net_connections("tcp")
+        if each.status == "LISTEN" and each.laddr and each.laddr.port == port
+    ]
     assert found[0] is not None
     return psutil.Process(found[0])
 

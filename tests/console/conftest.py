@@ -23,9 +23,9 @@ HOSTILE = """<script>document.title="owned"</script>"><img src=x onerror='docume
 """A text that a page would obey if it took it for HTML."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium without a window."""
+    """Chromium without a window. While it is there, an event loop runs in this thread: no other test may have one."""
     if not CHROMIUM.exists():
         pytest.skip(f"there is no browser: apt-get install chromium puts one at {CHROMIUM}")
     expect.set_options(timeout=START_S * 1000)
@@ -132,6 +132,6 @@ def train(model: tinker.TrainingClient, steps: int) -> None:
         step(model)
     model.save_state("half-way").result()
     model.save_weights_for_sampler("final").result()
+    unknown: Any = HOSTILE
     with pytest.raises(tinker.TinkerError):
-        unknown: Any = HOSTILE
         model.forward_backward([datum(model, "a loss that is unknown")], unknown).result()
