@@ -3,6 +3,7 @@
     first_page       Chromium without a cache opens `/` of a server that has just become ready: until all is loaded
     page_...         each page of a store of 10,000 operations and 500 checkpoints, first and again
     step_watched     an SFT step (as of `observing`) while 1,000 streams of three pages are open, against none
+    server_cores     cores that the server takes for these, whatever else the machine does
 
 About 4 minutes. Run it with: taskset -c 0,1 python -m benchmarks.console
 """
@@ -17,14 +18,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from playwright.sync_api import sync_playwright
+import psutil
+from playwright.sync_api import Request, sync_playwright
 
 from benchmarks.servers import random_datums, tinsmith_server, training_client
 from benchmarks.sft_step import UNIFORM, VOCABULARY, sdk_step
-from benchmarks.timing import in_turn, report, seconds
+from benchmarks.timing import report, seconds
 from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.store import ids
@@ -45,11 +48,16 @@ def first_page(url: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         times, sent, decoded = [], list[int](), 0.0
+
+        def note(request: Request) -> None:
+            told = request.sizes()
+            sent.append(told["responseBodySize"] + told["responseHeadersSize"])
+
         for _ in range(6):
             with browser.new_context() as context:  # which has a cache of its own
                 page = context.new_page()
                 sent.clear()
-                page.on("requestfinished", lambda request: sent.append(sum(request.sizes().values())))
+                page.on("requestfinished", note)
                 page.goto(url, wait_until="load")
                 times.append(page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd / 1000"))
                 decoded = page.evaluate(
@@ -65,7 +73,13 @@ def fill(data_dir: Path) -> str:
     """Write a store of one long run with all checkpoints, and some short ones; returns the id of the long one."""
     with closing(Store.open(data_dir)) as store:
         session_id = str(uuid.uuid4())
-        about = {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None}
+        about: dict[str, Any] = {
+            "tags": [],
+            "user_metadata": None,
+            "sdk_version": "0",
+            "project_id": None,
+            "display_name": None,
+        }
         store.create_session(session_id, about)
         for number in range(RUNS):
             model = Model(ids.model_id(session_id, number), session_id, "tiny", SHAPE, {"type": "adamw"}, None)
@@ -184,23 +198,43 @@ def watched(url: str) -> Iterator[None]:
 
 
 def beside_training() -> None:
-    """Report a step with and without open pages."""
+    """Report a step with and without open pages, and the share of a core that the server takes for them."""
     data = random_datums(UNIFORM, VOCABULARY)
-    with tinsmith_server(hidden=512, layers=8, vocab=VOCABULARY) as url, training_client(url) as client:
+    with (
+        tinsmith_server(hidden=512, layers=8, vocab=VOCABULARY) as url,
+        training_client(url) as client,
+    ):
+        server = _listening_at(url)
+        shares: dict[bool, list[float]] = {False: [], True: []}
+        times: dict[bool, list[float]] = {False: [], True: []}
 
-        def with_pages() -> None:
+        def steps(is_watched: bool) -> None:
+            before, began = sum(server.cpu_times()[:2]), time.monotonic()
+            times[is_watched].append(seconds(lambda: sdk_step(client, data)))
+            times[is_watched].append(seconds(lambda: sdk_step(client, data)))
+            shares[is_watched].append((sum(server.cpu_times()[:2]) - before) / (time.monotonic() - began))
+
+        sdk_step(client, data)
+        for _ in range(5):
+            steps(is_watched=False)
             with watched(url):
-                times.append(seconds(lambda: [sdk_step(client, data) for _ in range(2)]) / 2)
+                steps(is_watched=True)
+        alone_s, watched_s = (statistics.median(times[each]) for each in (False, True))
+        report("step_watched", watched_s / alone_s, "at most 1.02", alone_s=alone_s, watched_s=watched_s)
+        alone, shared = (statistics.median(shares[each]) for each in (False, True))
+        report("server_cores", shared - alone, "at most 0.04", alone=alone, watched=shared)
 
-        def alone() -> None:
-            alone_times.append(seconds(lambda: [sdk_step(client, data) for _ in range(2)]) / 2)
 
-        times: list[float] = []
-        alone_times: list[float] = []
-        in_turn(alone, with_pages, rounds=5)
-        ratios = [one / other for one, other in zip(times[1:], alone_times[1:], strict=True)]
-        alone_s, watched_s = statistics.median(alone_times[1:]), statistics.median(times[1:])
-        report("step_watched", statistics.median(ratios), "at most 1.02", alone_s=alone_s, watched_s=watched_s)
+def _listening_at(url: str) -> psutil.Process:
+    """The process that answers at this address."""
+    port = urlsplit(url).port
+    found = [
+        each.pid
+        for each in psutil.net_connections("tcp")
+        if each.status == "LISTEN" and each.laddr and each.laddr.port == port
+    ]
+    assert found[0] is not None
+    return psutil.Process(found[0])
 
 
 def main() -> None:

@@ -24,9 +24,9 @@ WIDE, PHONE = (1440, 900), (390, 844)
 """Sizes of a window, in pixels."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium without a window."""
+    """Chromium without a window. While it is there, an event loop runs in this thread: no other test may have one."""
     if not CHROMIUM.exists():
         pytest.skip(f"there is no browser: apt-get install chromium puts one at {CHROMIUM}")
     expect.set_options(timeout=START_S * 1000)
@@ -167,5 +167,6 @@ def train(model: tinker.TrainingClient, steps: int) -> None:
         step(model)
     model.save_state("half-way").result()
     model.save_weights_for_sampler("final").result()
+    unknown: Any = HOSTILE
     with pytest.raises(tinker.TinkerError):
-        model.forward_backward([datum(model, "a loss that is unknown")], HOSTILE).result()
+        model.forward_backward([datum(model, "a loss that is unknown")], unknown).result()

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ _STREAMS_A_SECOND = 50
 _LEAST_REST = 20
 """A page is computed again after so many times the time that this took: it uses 5 % of a core at most."""
 _LOOK_S = 5.0
-"""Seconds after which a stream's key is looked at again, and its client told that the stream goes on."""
+"""Seconds after which a stream's key is looked at again, and its client told that the stream goes on; more of many."""
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class LivePages:
         key: Hashable,
         compute: Callable[[], Awaitable[Mapping[str, str]]],
         still: Callable[[], Awaitable[None]],
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a page: all blocks, then those that change, until `still` raises a TinsmithError."""
         page = self._pages.get(key)
         if page is None:
@@ -94,9 +94,9 @@ class LivePages:
                     yield events
                     continue
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), _LOOK_S)
+                    await asyncio.wait_for(changed.wait(), self._look_s)
                     await asyncio.sleep(random.uniform(0.0, self._pause_s - _EVERY_S))  # not all at once
-                if time.monotonic() - looked_at >= _LOOK_S:
+                if time.monotonic() - looked_at >= self._look_s:
                     looked_at = time.monotonic()
                     try:
                         await still()
@@ -108,6 +108,10 @@ class LivePages:
             if page.followers == 0 and page.task is not None:
                 page.task.cancel()
                 del self._pages[key]
+
+    @property
+    def _look_s(self) -> float:
+        return max(_LOOK_S, self.count / _STREAMS_A_SECOND)
 
     @property
     def _pause_s(self) -> float:
