@@ -51,18 +51,17 @@ class KeptSamples:
     def end(self, ended: SampleDone | SampleFailed) -> None:
         """Note how a sample has ended, if it is kept."""
         tenant = self._running.pop(ended.request_id, "")
-        found = self._by_tenant.get(tenant, {}).get(ended.request_id)
+        samples = self._by_tenant.get(tenant)
+        found = None if samples is None else samples.get(ended.request_id)
         if found is None or found.is_finished or found.run != ended.run:
             return
-        is_done = isinstance(ended, SampleDone)
         reply, error = (ended.payload, "") if isinstance(ended, SampleDone) else (b"", ended.error)
         seconds = time.time() - found.sample.began_at
         found.sample = replace(found.sample, seconds=seconds, reply=reply, error=error)
         found.is_finished = True
         self._by_tenant[tenant].move_to_end(ended.request_id)
-        if is_done:
-            self._count(tenant, len(reply))
-            self._make_room()
+        self._count(tenant, len(reply))
+        self._make_room()
 
     def newest(self, tenant: str | None, most: int) -> list[KeptSample]:
         """The newest finished samples of a tenant, or of all, the newest first."""
@@ -84,7 +83,8 @@ class KeptSamples:
         )
 
     def _forget(self, tenant: str, request_id: str) -> None:
-        gone = self._by_tenant.get(tenant, OrderedDict()).pop(request_id, None)
+        samples = self._by_tenant.get(tenant)
+        gone = None if samples is None else samples.pop(request_id, None)
         if gone is not None:
             self._running.pop(request_id, None)
             self._count(tenant, -gone.sample.size)
