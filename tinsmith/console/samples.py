@@ -24,6 +24,8 @@ Json = dict[str, Any]
 MOST_LISTED = 500
 """The newest samples that are searched and sorted."""
 _MOST_ROWS = 100
+_BYTES_BESIDE = 1024
+"""Bytes of a kept sample beside its body and its reply."""
 _EXCERPT = 240
 _MOST_TOKENS = 6000
 """Tokens of an answer, or of a prompt, that a page shows."""
@@ -49,8 +51,8 @@ class KeptSample:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
-        return len(self.body) + len(self.reply)
+        """Bytes that it takes in memory, about."""
+        return len(self.body) + len(self.reply) + _BYTES_BESIDE
 
 
 Formats = Mapping[str, ChatFormat]

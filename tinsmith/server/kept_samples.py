@@ -30,9 +30,6 @@ class KeptSamples:
 
     def begin(self, sample: Sample) -> None:
         """Note a sample that starts. One that is larger than all that is kept is passed over."""
-        if len(sample.payload) > self._most_bytes:
-            return
-        self._forget(sample.tenant, sample.request_id)
         kept = KeptSample(
             sample.request_id,
             sample.tenant,
@@ -43,6 +40,9 @@ class KeptSamples:
             body=sample.payload,
             reply=b"",
         )
+        if kept.size > self._most_bytes:
+            return
+        self._forget(sample.tenant, sample.request_id)
         self._by_tenant.setdefault(sample.tenant, OrderedDict())[sample.request_id] = _Kept(kept, sample.run)
         self._running[sample.request_id] = sample.tenant
         self._count(sample.tenant, kept.size)
