@@ -87,11 +87,10 @@ class EpisodeFiles:
 
     def _lines(self, trajectories: Sequence[Trajectory], lessons: Lessons) -> Iterator[dict[str, Any]]:
         for place, trajectory in enumerate(trajectories):
+            learnt: Sequence[Learned | None] = lessons.get(place) or [None] * len(trajectory.samples)
             samples = [
                 _sample(sample, self.template, lesson)
-                for sample, lesson in zip(
-                    trajectory.samples, lessons.get(place) or [None] * len(trajectory.samples), strict=True
-                )
+                for sample, lesson in zip(trajectory.samples, learnt, strict=True)
             ]
             yield _trajectory(trajectory) | {"samples": samples}
 

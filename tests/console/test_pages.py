@@ -8,7 +8,8 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.console.conftest import HOSTILE, PHONE, WIDE, Looking, connect, new_model, step
+from tests.console.conftest import PHONE, WIDE, Looking, connect, new_model, step
+from tests.console.hostile import HOSTILE
 from tests.running import Server, serving, tinsmith_here
 
 PAGES = (

@@ -5,14 +5,14 @@ import re
 
 import httpx
 from PIL import Image
-from playwright.sync_api import Page, expect
+from playwright.sync_api import FilePayload, Page, expect
 
 from tests.console.conftest import PHONE, Looking
 from tests.console.hostile import HOSTILE
 from tests.running import Server
 
 
-def picture(kind: str = "png") -> dict[str, object]:
+def picture(kind: str = "png") -> FilePayload:
     """A file as a person chooses it."""
     content = io.BytesIO()
     Image.new("RGB", (64, 32), (200, 40, 60)).save(content, kind)
@@ -53,7 +53,7 @@ def test_two_models_answer_with_a_picture_and_branches_are_kept(look_at_seeing: 
     saved = f"tinker://{httpx.get(f'{look_at_seeing.url}/playground.json').json()['checkpoints'][0]['name'][9:]}"
     with look_at_seeing.at(f"/playground?model=seeing&beside={saved}", "dark", PHONE) as page:
         begin(page, max_tokens="6", n="2")
-        page.set_input_files("#file", files=[picture()])  # type: ignore[list-item]
+        page.set_input_files("#file", files=[picture()])
         expect(page.locator("#pictures img")).to_have_count(1)
         say(page, "What is it?")
         wait_for_answers(page, 4)
@@ -104,7 +104,7 @@ def test_pictures_are_dropped_and_others_than_png_and_jpeg_converted(look_at_see
                 files.items.add(new File([new Uint8Array(bytes)], "dropped.webp", { type: "image/webp" }));
                 return files;
             }""",
-            list(picture("webp")["buffer"]),  # type: ignore[call-overload]
+            list(picture("webp")["buffer"]),
         )
         page.dispatch_event("#composer", "drop", {"dataTransfer": data})
         expect(page.locator("#pictures img")).to_have_attribute("src", re.compile("^data:image/png;base64,"))
@@ -124,7 +124,7 @@ def test_an_error_of_the_server_is_told(look_at_seeing: Looking) -> None:
 def test_samples_are_listed_found_and_shown(look_at_seeing: Looking, seeing_server: Server) -> None:
     with look_at_seeing.at("/playground") as page:
         begin(page, max_tokens="5", n="3", seed="7")
-        page.set_input_files("#file", files=[picture("jpeg")])  # type: ignore[list-item]
+        page.set_input_files("#file", files=[picture("jpeg")])
         say(page, f"A rare word: xyzzy {HOSTILE}")
         wait_for_answers(page, 3)
         page.goto(f"{look_at_seeing.url}/samples")
