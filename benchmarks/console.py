@@ -31,7 +31,7 @@ from benchmarks.timing import report, seconds
 from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.store import ids
-from tinsmith.store.records import Checkpoint, Measured, Model, NewCommand, Outcome
+from tinsmith.store.records import Checkpoint, Model, NewCommand, OperationMetrics, Outcome
 from tinsmith.store.store import Store
 
 CHROMIUM = "/usr/bin/chromium"
@@ -122,11 +122,11 @@ def _command(model_id: str, number: int) -> NewCommand:
 def _outcome(model_id: str, number: int) -> Outcome:
     request_id = f"{model_id}/{number}"
     if number % 2:
-        measured = Measured("forward_backward", {"loss:sum": 1000 / number})
+        measured = OperationMetrics("forward_backward", {"loss:sum": 1000 / number})
         return Outcome(request_id, b"x" * 2000, "protobuf", None, None, tokens=1024, gpu_seconds=0.1, measured=measured)
     if number % 100 == 0:
         return Outcome(request_id, None, None, "the step was refused " * 5, "user")
-    measured = Measured("optim_step", {"grad_norm": 1 / number, "learning_rate": 1e-4})
+    measured = OperationMetrics("optim_step", {"grad_norm": 1 / number, "learning_rate": 1e-4})
     return Outcome(request_id, b"{}", "json", None, None, measured=measured)
 
 

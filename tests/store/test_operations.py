@@ -17,7 +17,7 @@ from tinsmith.store.operations import (
     read_first_requests,
     read_metrics,
 )
-from tinsmith.store.records import Measured, Model, NewCommand, Outcome
+from tinsmith.store.records import Model, NewCommand, OperationMetrics, Outcome
 from tinsmith.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("database")
@@ -45,7 +45,7 @@ def append(store: Store, model_id: str, *seq_ids: int, kind: Any = "forward_back
 
 
 def done(model_id: str, seq_id: int, kind: str = "forward_backward", **metrics: float) -> Outcome:
-    measured = Measured(kind, {name.replace("_sum", ":sum"): value for name, value in metrics.items()})
+    measured = OperationMetrics(kind, {name.replace("_sum", ":sum"): value for name, value in metrics.items()})
     return Outcome(f"{model_id}/{seq_id}", b"", "protobuf", None, None, tokens=7, measured=measured)
 
 

@@ -37,8 +37,8 @@ from tinsmith.store.records import (
     REJECTED,
     Command,
     HistoryChange,
-    Measured,
     NewCommand,
+    OperationMetrics,
     Outcome,
     StoredHistory,
     Unfinished,
@@ -478,7 +478,7 @@ def record(connection: Connection, outcomes: Iterable[Outcome | HistoryChange], 
     return recording.end()
 
 
-def _metrics_row(model_id: str, seq_id: int, now: float, measured: Measured, tokens: int) -> dict[str, Any]:
+def _metrics_row(model_id: str, seq_id: int, now: float, measured: OperationMetrics, tokens: int) -> dict[str, Any]:
     """A row of `run_metrics`, in which numbers have seven digits, as float32 has them."""
     values = {
         name: float(f"{value:.7g}") if math.isfinite(value) else str(value) for name, value in measured.metrics.items()

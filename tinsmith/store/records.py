@@ -294,7 +294,7 @@ class StoredHistory:
 
 
 @dataclass(frozen=True)
-class Measured:
+class OperationMetrics:
     """Metrics of an operation, for the curves of its run."""
 
     kind: str
@@ -324,7 +324,7 @@ class Outcome:
     """Whether its request stays until it is released, because a replay after a crash may need it."""
     history: HistoryChange | None = None
     """What it, and what came before it, has changed in the history of its model."""
-    measured: Measured | None = None
+    measured: OperationMetrics | None = None
 
 
 @dataclass(frozen=True, eq=False)
