@@ -335,6 +335,28 @@ def trace(
 
 
 @app.command()
+def view(
+    directory: Annotated[
+        Path, typer.Argument(parser=_path, metavar="DIR", help="Directory of a run, or one with runs in it.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes any that is free.")] = 8001,
+    server: Annotated[
+        str,
+        typer.Option(
+            "--server", envvar="TINKER_BASE_URL", help="URL of the server that has the checkpoints, for links to chats."
+        ),
+    ] = "",
+) -> None:
+    """Show the episodes of reinforcement learning in a browser.
+
+    It reads the files that `tinsmith rl` writes, of runs that are over or go on, and needs no server and no GPU.
+    """
+    from tinsmith.commands.view import view
+
+    view(directory, port, server, typer.echo)
+
+
+@app.command()
 def ping(
     url: _Server = "http://127.0.0.1:8000",
     base_model: Annotated[str, typer.Option(help="Name of a base model that it is to serve.")] = "",

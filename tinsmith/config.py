@@ -99,6 +99,14 @@ class ServerConfig:
         "MiB",
         1,
     )
+    kept_sample_mib: int = setting(
+        64, "Size of the newest finished samples that stay in memory for the console; 0 keeps none", "MiB", 0
+    )
+    run_files: str = setting(
+        "",
+        "Directory that runs of `tinsmith rl` write (output: directory), or one above; the console shows its episodes "
+        "to admins",
+    )
     max_pending_samples: int = setting(
         65536,
         "Maximum number of unfinished sequences (num_samples of each request); further requests get HTTP 429",

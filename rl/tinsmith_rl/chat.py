@@ -42,6 +42,9 @@ ESCAPED = "\U000fdead"
 """Stands for a placeholder that is plain text. A private-use character, which no template and no model writes."""
 BREAK = "\U000fdeae"
 """Breaks up what would be a control token. Also a private-use character."""
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_MOST_OF_A_CHARACTER = 8
+"""Tokens that are joined at most until their bytes are a character."""
 
 
 class TemplateError(UserError):
@@ -77,6 +80,7 @@ class ChatTemplate:
         self._text = lru_cache(maxsize=4096)(
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         )
+        self._piece = lru_cache(maxsize=None)(lambda token: self._behind_a_letter((token,)))  # one for each token
         self.template = template
         self.options = dict(options or {})
         if template is None and not tokenizer.chat_template:
@@ -149,6 +153,24 @@ class ChatTemplate:
     def decode(self, ids: list[int]) -> str:
         """Text of tokens, special tokens included."""
         return self._text(tuple(ids))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token. Where several tokens make one character, the last of them has it."""
+        pieces, begun = list(map(self._piece, ids)), list[int]()
+        if _NO_CHARACTER not in "".join(pieces):
+            return pieces
+        pieces = []
+        for token in ids:
+            begun.append(token)
+            text = self._piece(token) if len(begun) == 1 else self._behind_a_letter(tuple(begun))
+            if _NO_CHARACTER not in text or len(begun) == _MOST_OF_A_CHARACTER:
+                pieces += [""] * (len(begun) - 1) + [text]
+                begun.clear()
+        return pieces + [""] * (len(begun) - 1) + [self._behind_a_letter(tuple(begun))] if begun else pieces
+
+    def _behind_a_letter(self, ids: tuple[int, ...]) -> str:
+        """The text of tokens that are not the first of a text, at which some tokenizers drop a space."""
+        return self.decode([*self._tokenize("a"), *ids]).removeprefix("a")
 
     def escaped(self, text: str) -> str:
         """A text of the model, with `ESCAPED` in place of each placeholder."""

@@ -215,10 +215,10 @@ class OutputSection:
         3, "How many of these checkpoints stay on the server, besides the best weights; 0 keeps all", "checkpoints", 0
     )
     save_best: bool = setting(True, "Keep the weights with the best reward so far, of evaluations if there are any")
-    trajectories_every: int = setting(
-        10, "Write a batch as JSONL and as an HTML page every this many steps; 0 never", "steps", 0
+    trajectories_every: int = setting(1, "Write the episodes of every this many steps to a file; 0 never", "steps", 0)
+    trajectories_mib: int = setting(
+        1024, "Size of all these files with their images, beyond which the oldest are deleted; 0 keeps all", "MiB", 0
     )
-    page_trajectories: int = setting(32, "Maximum number of trajectories on a page", "trajectories", 1)
     trackers: list[str] = setting(["console"], "console, tensorboard, wandb, trackio")
 
 

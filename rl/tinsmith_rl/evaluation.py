@@ -16,9 +16,9 @@ from tinsmith_rl.chat import ChatTemplate
 from tinsmith_rl.config import EvaluationSection, RlConfig
 from tinsmith_rl.configured_rollouts import make_rollouts, rollout_settings
 from tinsmith_rl.env import Prompt
+from tinsmith_rl.episode_files import DIRECTORY, EpisodeFiles
 from tinsmith_rl.errors import ConfigError
 from tinsmith_rl.metrics import Metrics, pass_at_k, succeeded, trajectory_metrics
-from tinsmith_rl.pages import write_jsonl, write_page
 from tinsmith_rl.policy import Policy, chat_template, connect, context_limit, open_policy, tokenizer_of
 from tinsmith_rl.prompts import prompts_of
 from tinsmith_rl.resume import load_state
@@ -75,7 +75,7 @@ class Evaluator:
 
 
 def run_evaluation(config: RlConfig, console: Console) -> Evaluation:
-    """Evaluate the model that the configuration names, print a table, write evaluation.json, .jsonl and .html.
+    """Evaluate the model that the configuration names, print a table, write evaluation.json and the episodes.
 
     Raises ConfigError for what cannot work, such as a directory that holds no run; TooManyFailuresError.
     """
@@ -91,9 +91,8 @@ def run_evaluation(config: RlConfig, console: Console) -> Evaluation:
     directory.mkdir(parents=True, exist_ok=True)
     report = {"model": path or config.model.base_model, "env": config.env.name, **evaluation.metrics}
     (directory / "evaluation.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    write_jsonl(directory / "evaluation.jsonl", evaluation.trajectories, template)
-    shown = evaluation.trajectories[: config.output.page_trajectories]
-    write_page(directory / "evaluation.html", shown, template, f"{config.env.name}: {report['model']}")
+    files = EpisodeFiles(directory / DIRECTORY, config.output.trajectories_mib * 2**20, template)
+    files.write("evaluation", evaluation.trajectories, kind="evaluation", step=None, model=report["model"])
     print_metrics(str(report["model"]), evaluation.metrics, console)
     return evaluation
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 
 import numpy as np
 import tinker
@@ -23,10 +23,11 @@ from tinsmith_rl.datums import (
     scales,
 )
 from tinsmith_rl.env import Prompt
+from tinsmith_rl.episode_files import Learned, Lessons
 from tinsmith_rl.groups import Group
 from tinsmith_rl.metrics import Metrics
 from tinsmith_rl.rollouts import EnvRollouts, task_group
-from tinsmith_rl.trajectory import EpisodeId, TrainingSample
+from tinsmith_rl.trajectory import EpisodeId, TrainingSample, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,11 @@ class Learner:
     replays: bool = False
     """Whether the server has let experts of the sampler compute a batch (router replay)."""
 
-    async def learn(self, groups: Sequence[Group], step: int) -> Metrics:
-        """All epochs and substeps of one batch. A substep whose advantages are all zero makes no optimizer step."""
+    async def learn(self, groups: Sequence[Group], step: int) -> tuple[Metrics, list[Learned]]:
+        """All epochs and substeps of one batch. A substep whose advantages are all zero makes no optimizer step.
+
+        Returns the metrics, and what was learnt of each usable sample, in order.
+        """
         metrics: Metrics = {}
         weighted = weighted_samples(groups, self.settings)
         if self.reference is not None:
@@ -92,8 +96,9 @@ class Learner:
             weighted, corrected = await self._with_importance_weights(weighted)
             metrics |= corrected
         parts = [part for part in _split(weighted, self.settings.substeps) if part]
-        metrics |= await self._optimize(parts * self.settings.epochs, step)
-        return metrics
+        scores = dict[int, NDArray[np.float32]]()
+        metrics |= await self._optimize(parts * self.settings.epochs, step, scores)
+        return metrics, [Learned(each.advantages, scores.get(id(each))) for each in weighted]
 
     async def _with_kl_penalty(
         self, weighted: list[WeightedSample], reference: tinker.SamplingClient
@@ -130,10 +135,13 @@ class Learner:
         capped = float(np.mean(ratios >= np.float32(self.settings.tis_cap))) if len(ratios) else 0.0
         return corrected, {"tis_weight": float(ratios.mean()) if len(ratios) else 1.0, "tis_capped": capped}
 
-    async def _optimize(self, parts: Sequence[Sequence[WeightedSample]], step: int) -> Metrics:
+    async def _optimize(
+        self, parts: Sequence[Sequence[WeightedSample]], step: int, scores: dict[int, NDArray[np.float32]]
+    ) -> Metrics:
         """An optimizer step for each part. All requests are sent before the first result is awaited.
 
-        Samples whose advantages are all zero add nothing to a gradient and are not sent.
+        Samples whose advantages are all zero add nothing to a gradient and are not sent. The trainer's first logprobs
+        of each sample go to `scores`, by its `id`.
         """
         settings = self.settings
         scaled = [
@@ -152,9 +160,12 @@ class Learner:
             output, updated = await forward, await update
             metrics["loss"] += float(output.metrics["loss:sum"]) / len(sent)
             metrics |= {f"optimizer/{name}": float(value) for name, value in (updated.metrics or {}).items()}
+            samples = [each.sample for each, _ in part]
+            computed = response_logprobs(output, samples)
+            for (each, _), logprobs in zip(part, computed, strict=True):
+                scores.setdefault(id(each), logprobs)
             if number == 0:  # later parts are computed with weights that the sampler did not have
-                samples = [each.sample for each, _ in part]
-                metrics |= _gap_to_sampler(samples, response_logprobs(output, samples))
+                metrics |= _gap_to_sampler(samples, computed)
                 if REPLAYED in output.metrics:
                     metrics["replayed_tokens"] = float(output.metrics[REPLAYED])
                     self.replays = metrics["replayed_tokens"] > 0
@@ -163,8 +174,11 @@ class Learner:
             gap = _gap_to_sampler(samples, response_logprobs(output, samples))
             metrics |= {f"{name}_free": value for name, value in gap.items()}
         if not sent:  # there is no output to compare the sampler with
-            samples = [each.sample for each, _ in chain(*scaled)]
-            metrics |= _gap_to_sampler(samples, await self._trainer_logprobs(samples))
+            everyone = [each for each, _ in chain(*scaled)]
+            samples = [each.sample for each in everyone]
+            computed = await self._trainer_logprobs(samples)
+            scores |= {id(each): logprobs for each, logprobs in zip(everyone, computed, strict=True)}
+            metrics |= _gap_to_sampler(samples, computed)
         return metrics
 
     async def _trainer_logprobs(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
@@ -224,6 +238,16 @@ def weighted_samples(groups: Sequence[Group], settings: TrainingSection) -> list
                     WeightedSample(filtered, (filtered.loss_mask * value).astype(np.float32), sample.logprobs)
                 )
     return weighted
+
+
+def by_place(trajectories: Sequence[Trajectory], lessons: Sequence[Learned]) -> Lessons:
+    """The result of `learn`, by the place of the trajectory among all."""
+    left = iter(lessons)
+    return {
+        place: list(islice(left, len(trajectory.samples)))
+        for place, trajectory in enumerate(trajectories)
+        if trajectory.usable
+    }
 
 
 def _gap_to_sampler(samples: Sequence[TrainingSample], scores: Sequence[NDArray[np.float32]]) -> Metrics:

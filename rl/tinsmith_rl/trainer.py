@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import tinker
 from rich.console import Console
@@ -22,12 +23,12 @@ from tinsmith_rl.config import RlConfig, to_tree
 from tinsmith_rl.configured_rollouts import make_rollouts, rollout_settings
 from tinsmith_rl.datums import has_variance
 from tinsmith_rl.env import Prompt, find
+from tinsmith_rl.episode_files import DIRECTORY, EpisodeFiles, Lessons
 from tinsmith_rl.errors import ConfigError
 from tinsmith_rl.evaluation import Evaluator
 from tinsmith_rl.groups import Group, GroupStream
-from tinsmith_rl.learner import Learner, warm_up
+from tinsmith_rl.learner import Learner, by_place, warm_up
 from tinsmith_rl.metrics import BatchWatch, Metrics, Tracker, batch_metrics, make_trackers
-from tinsmith_rl.pages import write_jsonl, write_page
 from tinsmith_rl.policy import (
     Policy,
     TinkerPolicy,
@@ -140,6 +141,12 @@ class RunOutput:
         self.seconds = defaultdict[str, float](float)
         """Seconds of the current step, by stage."""
         self._shown_at = time.monotonic()
+        section = config.output
+        self.files = (
+            EpisodeFiles(Path(section.directory) / DIRECTORY, section.trajectories_mib * 2**20, template)
+            if section.trajectories_every
+            else None
+        )
 
     def say(self, text: str) -> None:
         """Print a line, in which nothing is markup."""
@@ -171,16 +178,12 @@ class RunOutput:
         for tracker in self.trackers:
             tracker.log(step, metrics)
 
-    def write_trajectories(self, name: str, trajectories: Sequence[Trajectory]) -> None:
-        """Write trajectories as JSONL and as a page, unless the configuration says never."""
-        if not self.config.output.trajectories_every:
-            return
-        directory = Path(self.config.output.directory) / "trajectories"
-        directory.mkdir(exist_ok=True)
-        write_jsonl(directory / f"{name}.jsonl", trajectories, self.template)
-        write_page(
-            directory / f"{name}.html", trajectories[: self.config.output.page_trajectories], self.template, name
-        )
+    def write_trajectories(
+        self, kind: Literal["step", "evaluation"], step: int, trajectories: Sequence[Trajectory], lessons: Lessons
+    ) -> None:
+        """Write the episodes of a step or an evaluation, unless the configuration says never."""
+        if self.files is not None:
+            self.files.write(f"{kind}-{step:06d}", trajectories, lessons, kind=kind, step=step)
 
 
 @dataclass
@@ -320,7 +323,8 @@ class TrainingLoop:
             await self._keep_if_best(metrics)  # before learning: the reward was earned by the weights before this step
         self._sound = False
         with self.output.timed("learn"):
-            metrics |= await self.learner.learn(groups, step)
+            learnt, lessons = await self.learner.learn(groups, step)
+        metrics |= learnt
         policy = await self._publish()
         self.state = replace(
             self.state, step=step + 1, next_group=max(self.state.next_group, *(group.number + 1 for group in groups))
@@ -330,9 +334,9 @@ class TrainingLoop:
         if self.evaluator is not None and self._is_due(self.config.evaluation.every):
             metrics |= await self._evaluated(policy, step + 1)
         if self._is_due(self.config.output.trajectories_every):
-            self.output.write_trajectories(
-                f"step-{step + 1:06d}", [trajectory for group in groups for trajectory in group.trajectories]
-            )
+            everyone = [trajectory for group in groups for trajectory in group.trajectories]
+            with self.output.timed("write"):
+                self.output.write_trajectories("step", step + 1, everyone, by_place(everyone, lessons))
         section = self.config.output
         saves = self._is_due(section.save_every, True) or 0 < section.save_after_s <= time.monotonic() - self._saved_at
         if saves:
@@ -380,7 +384,7 @@ class TrainingLoop:
         assert self.evaluator is not None
         with self.output.timed("evaluate"):
             evaluation = await self.evaluator.evaluate(policy, version)
-        self.output.write_trajectories(f"evaluation-{version:06d}", evaluation.trajectories)
+        self.output.write_trajectories("evaluation", version, evaluation.trajectories, {})
         await self._keep_if_best(evaluation.metrics)
         return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
 

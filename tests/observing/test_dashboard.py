@@ -16,6 +16,7 @@ UNSHOWN = {
     "tinsmith_engine_ready",
     "tinsmith_worker_ready",
     "tinsmith_worker_memory_bytes",
+    "tinsmith_gpu_memory_bytes",
     "tinsmith_worker_pass_tokens",
     "tinsmith_model_queued_operations",
     "tinsmith_polls_waiting",

@@ -92,7 +92,8 @@ def test_groups_without_variance_feel_the_kl_penalty(server_url: str) -> None:
     before, wanted = scores(client), scores(taught)
     reference = taught.save_weights_and_get_sampling_client().result()
     settings = TrainingSection(learning_rate=1e-4, kl_coefficient=0.1)
-    metrics = asyncio.run(Learner(client, settings, reference).learn([group(*sampled(ANSWERS, before, 1.0))], 0))
+    learner = Learner(client, settings, reference)
+    metrics, _ = asyncio.run(learner.learn([group(*sampled(ANSWERS, before, 1.0))], 0))
     assert metrics["optimizer_steps"] == 1.0
     assert metrics["kl_reference"] == pytest.approx(kl(before.ravel(), wanted.ravel()), rel=1e-3)
     assert metrics["kl_sampler_trainer"] < 1e-6
@@ -103,13 +104,15 @@ def test_groups_without_variance_feel_the_kl_penalty(server_url: str) -> None:
 def test_groups_without_variance_teach_nothing_else_and_are_measured(server_url: str) -> None:
     client = model(server_url)
     learner, before = Learner(client, TrainingSection(), None), scores(client)
-    metrics = asyncio.run(learner.learn([group(*sampled(ANSWERS, before, 1.0))], 0))
+    metrics, learnt = asyncio.run(learner.learn([group(*sampled(ANSWERS, before, 1.0))], 0))
+    assert not any(each.advantages.any() for each in learnt)
+    assert np.array([each.trainer for each in learnt]) == pytest.approx(before, abs=1e-4)
     assert (metrics["optimizer_steps"], metrics["loss"]) == (0.0, 0.0)
     assert 0.0 <= metrics["kl_sampler_trainer"] < 1e-6
     assert np.array_equal(scores(client), before)
     stale = group(*sampled(ANSWERS, np.full((4, 3), -1.0, np.float32), 0.0))
-    assert asyncio.run(learner.learn([stale], 0))["kl_sampler_trainer"] > 0.1
-    assert asyncio.run(learner.learn([group(trajectory(reason="empty"))], 0))["kl_sampler_trainer"] == 0.0
+    assert asyncio.run(learner.learn([stale], 0))[0]["kl_sampler_trainer"] > 0.1
+    assert asyncio.run(learner.learn([group(trajectory(reason="empty"))], 0))[0]["kl_sampler_trainer"] == 0.0
 
 
 def test_ratios_of_trainer_to_sampler_are_capped(server_url: str) -> None:
@@ -117,7 +120,11 @@ def test_ratios_of_trainer_to_sampler_are_capped(server_url: str) -> None:
     before = scores(client)
     mixed = group(*sampled(ANSWERS[:2], before[:2] - 2.0, 1.0), *sampled(ANSWERS[2:], before[2:] + 0.5, 0.0))
     settings = TrainingSection(advantages="rloo", tis_cap=3.0, learning_rate=0.0)
-    metrics = asyncio.run(Learner(client, settings, None).learn([mixed], 0))
+    metrics, learnt = asyncio.run(Learner(client, settings, None).learn([mixed], 0))
+    assert [each.advantages[0] for each in learnt] == pytest.approx(
+        [2.0, 2.0, -np.exp(-0.5) * 2 / 3, -np.exp(-0.5) * 2 / 3], rel=1e-3
+    )
+    assert np.array([each.trainer for each in learnt]) == pytest.approx(before, abs=1e-4)
     assert metrics["tis_capped"] == 0.5
     assert metrics["tis_weight"] == pytest.approx((3.0 + np.exp(-0.5)) / 2, rel=1e-3)
     # Every sampled token weighs the same, at ratio one to the trainer's logprobs: the loss is minus the mean

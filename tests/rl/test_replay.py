@@ -53,7 +53,7 @@ def played(client: tinker.TrainingClient, reward: float | None) -> list[Group]:
 
 def test_the_trainer_follows_the_samplers_experts_and_measures_what_that_spares(client: tinker.TrainingClient) -> None:
     learner = Learner(client, TrainingSection(advantages="rloo", learning_rate=1e-4), None)
-    first, second = (asyncio.run(learner.learn(played(client, None), step)) for step in (0, 1))
+    first, second = (asyncio.run(learner.learn(played(client, None), step))[0] for step in (0, 1))
     for metrics in (first, second):
         assert metrics["replayed_tokens"] == 1.0
         assert metrics["kl_sampler_trainer"] < 2e-3
@@ -66,8 +66,8 @@ def test_the_trainer_follows_the_samplers_experts_and_measures_what_that_spares(
 def test_log_probabilities_that_are_only_measured_follow_them_too(client: tinker.TrainingClient) -> None:
     """Where nothing is learnt, and where corrections compare with the trainer before the loss does."""
     learner = Learner(client, TrainingSection(advantages="rloo"), None)
-    metrics = asyncio.run(learner.learn(played(client, 1.0), 0))
+    metrics, _ = asyncio.run(learner.learn(played(client, 1.0), 0))
     assert metrics["optimizer_steps"] == 0.0
     assert metrics["gap_sampler_trainer"] < 0.5
     capped = Learner(client, TrainingSection(advantages="rloo", tis_cap=1e6), None)
-    assert asyncio.run(capped.learn(played(client, None), 0))["tis_weight"] == pytest.approx(1.0, abs=0.02)
+    assert asyncio.run(capped.learn(played(client, None), 0))[0]["tis_weight"] == pytest.approx(1.0, abs=0.02)

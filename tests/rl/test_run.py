@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from tests.preloaded import REAL_PYTHON
 from tinsmith.cli import app
 from tinsmith_rl.config import RlConfig, from_tree, to_tree
+from tinsmith_rl.episode_files import read_heading, read_lines
 from tinsmith_rl.errors import ConfigError
 from tinsmith_rl.evaluation import run_evaluation
 from tinsmith_rl.resume import RunState, load_state
@@ -110,9 +111,7 @@ def logged(directory: Path) -> list[dict[str, float]]:
 
 def told(directory: Path, step: int) -> list[dict[str, Any]]:
     """The trajectories of a step."""
-    return [
-        json.loads(line) for line in (directory / "trajectories" / f"step-{step:06d}.jsonl").read_text().splitlines()
-    ]
+    return read_lines(directory / "trajectories" / f"step-{step:06d}.jsonl.zst")
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +134,12 @@ def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -
     assert {"eval/reward", "eval/env/first_right"} <= set(lines[0]) & set(lines[-1])
     assert state == load_state(directory)
     assert (state.step, state.next_group, state.weights.partition(":")[0]) == (4, 8, "tinker")
-    assert (directory / "trajectories" / "step-000004.html").read_text().count('<img src="data:image/png;base64,') >= 6
+    heading = read_heading(directory / "trajectories" / "step-000004.jsonl.zst")
+    assert (heading["kind"], heading["step"], heading["groups"], heading["reward"]) == (
+        *("step", 4, 2),
+        pytest.approx(lines[-1]["reward"]),
+    )
+    assert {each.name for each in (directory / "trajectories" / "images").iterdir()} >= set(heading["images"])
     assert list((directory / "tensorboard").iterdir())
     first_line, *shown = (directory / "console").read_text().splitlines()
     assert first_line.startswith(
@@ -149,9 +153,10 @@ def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -
     assert "tml-test" not in (directory / "config.json").read_text()
     for trajectory in told(directory, 4):
         (sample,) = trajectory["samples"]
-        assert len({len(sample[name]) for name in ("response_ids", "loss_mask", "rewards", "logprobs")}) == 1
-        assert sum(sample["rewards"]) == trajectory["reward"]
-        assert [bool(logprob) for logprob in sample["logprobs"]] == [bool(mask) for mask in sample["loss_mask"]]
+        counts = {len(sample[name]) for name in ("logprobs", "trainer_logprobs", "advantages")}
+        assert counts == {sum(stop - start for start, stop in sample["sampled"])}
+        assert sample["trainer_logprobs"] == pytest.approx(sample["logprobs"], abs=1e-3)
+        assert sum(reward for _, reward in sample["rewards"]) == trajectory["reward"]
         assert len(sample["images"]) == trajectory["turns"]
 
 
@@ -165,9 +170,11 @@ def test_a_stopped_and_resumed_run_is_the_undisturbed_one(
     for again, once in zip(told(tmp_path, 4), told(undisturbed[0], 4), strict=True):
         for sample, expected in zip(again.pop("samples"), once.pop("samples"), strict=True):
             # The same batch packed in another order of arrival differs in the last bits.
-            assert sample.pop("logprobs") == pytest.approx(expected.pop("logprobs"), abs=1e-4)
+            for name in ("logprobs", "trainer_logprobs"):
+                assert sample.pop(name) == pytest.approx(expected.pop(name), abs=1e-4)
+            assert sample.pop("advantages") == pytest.approx(expected.pop("advantages"))
             assert sample == expected
-        assert again == once
+        assert again | {"seconds": {}} == once | {"seconds": {}}
     assert (state.step, state.next_group) == (4, 8)
     lines, expected_lines = (
         [line for line in logged(directory) if line["step"] > 0] for directory in (tmp_path, undisturbed[0])
@@ -189,7 +196,8 @@ def test_evaluation_samples_a_run_a_checkpoint_or_the_base_model(
         rewards[model] = [trajectory.reward for trajectory in run_evaluation(config, QUIET).trajectories]
         report = json.loads((tmp_path / "evaluation.json").read_text())
         assert (report["model"], report["pass@1"] <= report["pass@4"]) == (model or "tiny-vl", True)
-        assert (tmp_path / "evaluation.html").exists()
+        heading = read_heading(tmp_path / "trajectories" / "evaluation.jsonl.zst")
+        assert (heading["kind"], heading["model"], heading["trajectories"]) == ("evaluation", report["model"], 16)
     assert rewards[state.sampler_weights] == rewards[state.weights]
     assert max(rewards[state.weights]) > max(rewards[""]) == 0.0
     with pytest.raises(ConfigError, match="no directory of a run"):

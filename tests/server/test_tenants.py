@@ -23,6 +23,7 @@ from sqlalchemy import Engine, event
 from tests.acceptance.fuzzing import BODIES, OUTSIDE
 from tests.databases import run_sql
 from tests.server.serving import PROTOBUF, Served, forward_backward_body, refused, served
+from tinsmith.protocol.serving import Sample, SampleDone
 from tinsmith.server import tenants
 from tinsmith.server.access import PREFIX
 from tinsmith.server.app import create_app
@@ -36,7 +37,10 @@ pytestmark = pytest.mark.usefixtures("database")
 
 KINDS = ("weights", "sampler_weights", "external_weights")
 IN_PATHS = {"session_id": "{session}", "run_id": "{model}", "sampling_session_id": "{sampler}", "name": "kept"}
-IN_PATHS |= {"file:path": "weights", "path:path": "nothing", "name:path": "live:{model}"}
+IN_PATHS |= {"file:path": "weights", "path:path": "nothing", "name:path": "live:{model}", "seq_id": "0"}
+IN_PATHS |= {"owner": "{sampler}", "number": "1", "image": "0"}
+IN_PATHS |= dict.fromkeys(("run", "file", "group", "member"), "0")
+WITHOUT_JSON = {"{path:path}", "login", "logout"}
 SIGNATURE = "?expires=4000000000&signature=x"
 SAME_FOR_ALL = {"telemetry", "create_custom_loss", "sessions/search", "checkpoints/search"}
 LOOKS = ("telemetry", "sessions/search", "checkpoints/search")
@@ -64,6 +68,12 @@ async def belongings(server: Served) -> dict[str, str]:
     for kind in KINDS:
         server.save(f"tinker://{model}/{kind}/kept", tenant=server.store.tenant_of(session))
     server.hub.samples.add(f"{sampler}/1", 1, 10)
+    body = {"sampling_session_id": sampler, "seq_id": 1, "prompt": {"chunks": []}, "sampling_params": {}}
+    tenant = server.store.tenant_of(session)
+    assert tenant is not None
+    kept = Sample(f"{sampler}/1", 1, "tiny", None, 1, stream=False, payload=json.dumps(body).encode(), tenant=tenant)
+    server.hub.kept_samples.begin(kept)
+    server.hub.kept_samples.end(SampleDone(kept.request_id, 1, b""))
     return {
         "session": session,
         "ending": await server.new_session(),
@@ -89,13 +99,14 @@ def absent() -> dict[str, str]:
 
 
 def routes_of(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """Method and path below the API of every route of an application."""
+    """Method and path below the API of every route of an application, but for streams, which do not end."""
     for route in app.routes:
         included: Any = getattr(route, "original_router", None)
         each: Any
         for each in [route] if included is None else included.routes:
             path = each.path.removeprefix(PREFIX).removeprefix("/")
-            yield from ((method, path) for method in sorted(each.methods))
+            if not path.startswith("live/"):
+                yield from ((method, path) for method in sorted(each.methods))
 
 
 def requests_to(method: str, route: str) -> Iterator[tuple[str, Any]]:
@@ -107,7 +118,7 @@ def requests_to(method: str, route: str) -> Iterator[tuple[str, Any]]:
         where = path.replace("{segment}", segment)
         if route == "forward_backward":
             yield where, "protobuf"
-        elif method in ("POST", "PUT") and not route.endswith("publish") and route != "{path:path}":
+        elif method in ("POST", "PUT") and not route.endswith("publish") and route not in WITHOUT_JSON:
             yield from ((where, body) for body in BODIES[route.replace(":path}", "}")])
         else:
             yield where, None

@@ -17,7 +17,7 @@ from tinsmith.observing.metrics import OPERATION_SECONDS, OPERATIONS, TRAINED_TO
 from tinsmith.observing.spans import OPERATIONS as OF_OPERATIONS
 from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.boundary import failing_into
-from tinsmith.store.records import LOCAL, Command, HistoryChange, Outcome
+from tinsmith.store.records import LOCAL, Command, HistoryChange, OperationMetrics, Outcome
 from tinsmith.store.store import Store
 from tinsmith.wire.forward_backward import encode_output
 
@@ -79,11 +79,10 @@ class Outcomes:
         self.suspects.pop(command.request_id, None)
         result, seconds = orjson.dumps(ended.result), self._unpaid(command.model_id)
         history = self._change(command.model_id)
-        resolved = ended.resolved
-        self.record(
-            [Outcome(command.request_id, result, "json", None, None, resolved, gpu_seconds=seconds, history=history)]
-        )
-        metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
+        measured = OperationMetrics(command.kind, ended.result.get("metrics", {}))
+        outcome = Outcome(command.request_id, result, "json", None, None, ended.resolved, gpu_seconds=seconds)
+        self.record([replace(outcome, history=history, measured=measured)])
+        metrics = " ".join(f"{name}={value:.6g}" for name, value in measured.metrics.items())
         self._tell_finished(command, running.started_at, tokens=0, detail=metrics)
 
     def fail(self, command: Command, error: TinsmithError, touches_step: bool = True) -> None:
@@ -167,7 +166,8 @@ def _outcome(operation: ForwardOperation) -> Outcome:
     outputs = [{"logprobs": result.logprobs} for result in operation.in_order]
     result = encode_output(outputs, operation.metrics)
     command, tokens = operation.command, operation.tokens
-    return Outcome(command.request_id, result, "protobuf", None, None, tokens=tokens)
+    measured = OperationMetrics("forward_backward" if operation.backward else "forward", operation.metrics)
+    return Outcome(command.request_id, result, "protobuf", None, None, tokens=tokens, measured=measured)
 
 
 # Records the outcomes of operations in the log, then tells the server.

@@ -115,6 +115,7 @@ PAGING = Gauge(
     "tinsmith_paging", "LoRA models on the device and in host memory, and their moves.", ["fact"], registry=WORKER
 )
 GPU_MEMORY = Gauge("tinsmith_gpu_memory_used_bytes", "Memory of the GPU in use by anybody.", ["gpu"], registry=WORKER)
+GPU_SIZE = Gauge("tinsmith_gpu_memory_bytes", "Memory of the GPU.", ["gpu"], registry=WORKER)
 GPU_UTILIZATION = Gauge(
     "tinsmith_gpu_utilization_ratio", "Share of the last second in which the GPU computed.", ["gpu"], registry=WORKER
 )

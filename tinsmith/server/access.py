@@ -146,7 +146,11 @@ async def require(request: Request, named: Named, found: str) -> None:
 
     Raises UserError for a path that is malformed.
     """
-    front, caller = front_of(request), caller_of(request)
+    await require_of(front_of(request), caller_of(request), named, found)
+
+
+async def require_of(front: Front, caller: Caller, named: Named, found: str) -> None:
+    """Raise as `require`, for this caller."""
     if not await _is_theirs(front, caller, named, found):
         raise _ABSENT[named](found)
 

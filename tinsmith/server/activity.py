@@ -15,6 +15,13 @@ WINDOW_S = 60.0
 TRAINED, SAMPLED = "tinsmith_trained_tokens_total", "tinsmith_sampled_tokens_total"
 WORKER_ACTIVITY = "tinsmith_worker_activity_seconds_total"
 OF_MODEL = "tinsmith_model_sampled_tokens_total"
+_SENSORS = {
+    "tinsmith_gpu_memory_used_bytes": "memory_used",
+    "tinsmith_gpu_memory_bytes": "memory",
+    "tinsmith_gpu_utilization_ratio": "utilization",
+    "tinsmith_gpu_temperature_celsius": "temperature",
+    "tinsmith_gpu_power_watts": "power",
+}
 
 Grown = defaultdict[tuple[str, str], float]
 """How far counters have grown, by name and activity."""
@@ -57,6 +64,20 @@ class Activity:
         """Forget what an engine does that has ended: the next one counts from zero."""
         self._last = _NOTHING
         self._counts.clear()
+
+    @property
+    def tokens(self) -> dict[str, float]:
+        """Tokens trained and sampled since the server started."""
+        return {"training": self._grown[TRAINED, ""], "sampling": self._grown[SAMPLED, ""]}
+
+    def gpus(self) -> list[dict[str, Any]]:
+        """What the sensors of each worker's GPU say; without a driver there is none."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, labels, value in self._last.numbers:
+            if name in _SENSORS:
+                worker = labels.get("worker", "0")
+                found.setdefault(worker, {"worker": int(worker), "gpu": labels["gpu"]})[_SENSORS[name]] = value
+        return [found[worker] for worker in sorted(found, key=int)]
 
     def describe(self) -> dict[str, Any]:
         """The reply of the status route."""

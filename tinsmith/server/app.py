@@ -22,6 +22,8 @@ from tinsmith.server.routes import (
     applications,
     catalog,
     checkpoints,
+    console,
+    console_samples,
     downloads,
     futures,
     messages,
@@ -51,6 +53,9 @@ def create_app(front: Front) -> FastAPI:
     app.include_router(applications.router, dependencies=[Depends(admit)])
     app.include_router(messages.router, dependencies=[Depends(admit)])
     app.include_router(metrics.router)
+    app.include_router(console.open_router)
+    app.include_router(console.router, dependencies=[Depends(admit)])
+    app.include_router(console_samples.router, dependencies=[Depends(admit)])
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     app.add_api_route("/{path:path}", _not_built, methods=methods, dependencies=[Depends(admit)])
     return app

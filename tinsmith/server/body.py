@@ -42,6 +42,12 @@ async def read_body(request: Request, max_bytes: int, setting: str | None = None
     return body if encoding == "identity" else await asyncio.to_thread(decompress, body, max_bytes)
 
 
+async def read_form(request: Request, max_bytes: int) -> bytes:
+    """The body of a form that a browser has sent. Raises TooLargeError, or UserError for another Content-Type."""
+    _encoding(request, "application/x-www-form-urlencoded")
+    return await _received(request, max_bytes, None)
+
+
 async def drop_body(request: Request, max_bytes: int) -> None:
     """Receive a JSON body that nobody needs. Raises as `read_body`."""
     _encoding(request, "application/json")

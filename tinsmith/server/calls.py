@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import orjson
 
+from tinsmith.console.samples import KeptSample
 from tinsmith.errors import (
     BackpressureError,
     EngineUnavailableError,
@@ -33,6 +34,7 @@ from tinsmith.observing.metrics import (
     QUEUED_BYTES,
     REFUSALS,
 )
+from tinsmith.observing.spans import Span
 from tinsmith.protocol.serving import CancelSample, ForgetCheckpoint, Sample, SampleDone, SampleFailed, Wake
 from tinsmith.server.hub import Hub
 from tinsmith.server.replies import GoneError
@@ -159,11 +161,14 @@ async def sampling_session(hub: Hub, sampling_session_id: str) -> SamplingSessio
     return await hub.sampling_sessions.find(sampling_session_id)
 
 
-async def start_sample(hub: Hub, caller: Caller, message: Sample, tokens: int, in_text: int, digest: bytes) -> None:
+async def start_sample(
+    hub: Hub, caller: Caller, message: Sample, tokens: int, in_text: int, digest: bytes, only_scores: bool = False
+) -> None:
     """Start a sample whose body has this digest.
 
-    It may use so many `tokens`; so many of its prompt are `in_text`. A repeat starts nothing. Raises UserError if its
-    id belongs to a body of another digest, and BackpressureError beyond a limit.
+    It may use so many `tokens`; so many of its prompt are `in_text`. One that `only_scores` its prompt is no sample
+    that the console would show. A repeat starts nothing. Raises UserError if its id belongs to a body of another
+    digest, and BackpressureError beyond a limit.
     """
     request_id, count = message.request_id, message.num_samples
     hub.lifetimes.saw(request_id)
@@ -176,7 +181,10 @@ async def start_sample(hub: Hub, caller: Caller, message: Sample, tokens: int, i
             await hub.budgets.reserve(request_id, caller, owner, tokens, count)
             if ids.is_sample(request_id):
                 hub.sample_reports.expect(request_id)
-            await hub.engine.send(replace(message, run=sample.run))
+            message = replace(message, run=sample.run)
+            if not only_scores:
+                hub.kept_samples.begin(message)
+            await hub.engine.send(message)
         except TinsmithError:
             hub.samples.remove(request_id)
             hub.budgets.release(request_id)
@@ -218,6 +226,16 @@ async def cancel_sample(hub: Hub, request_id: str) -> None:
     if sample is not None and sample.outcome is None:
         hub.take(SampleFailed(request_id, sample.run, "it was cancelled by its client", "user", gone=False))
         await hub.engine.notify(CancelSample(request_id, sample.run))
+
+
+async def newest_samples(hub: Hub, tenant: str | None, most: int) -> list[KeptSample]:
+    """The newest finished samples of a tenant, or of all."""
+    return hub.kept_samples.newest(tenant, most)
+
+
+async def kept_sample(hub: Hub, tenant: str | None, request_id: str) -> KeptSample:
+    """One of them. Raises NotFoundError."""
+    return hub.kept_samples.find(tenant, request_id)
 
 
 # ---- Answers to applications, which are samples whose client waits on one connection
@@ -400,6 +418,24 @@ async def status(hub: Hub) -> dict[str, Any]:
     """Describe what engine and workers do."""
     engine = {"state": hub.engine.state, "reason": hub.told(hub.engine.reason), "busy_s": hub.engine.busy_s}
     return {"engine": engine, "has_engine": hub.engine.takes_messages, **hub.activity.describe()}
+
+
+async def overview(hub: Hub) -> dict[str, Any]:
+    """Describe what engine and workers do and did in the last minutes, for the first page."""
+    sequences, since = hub.samples.unfinished
+    return await status(hub) | {
+        "unready": hub.told(await unready(hub)),
+        "gpus": hub.activity.gpus(),
+        "phases": hub.phases.describe(time.time()),
+        "pending_samples": {"sequences": sequences, "age_s": 0.0 if since is None else time.monotonic() - since},
+        "queued_bytes": hub.queued.size,
+        "started_at": hub.started_at,
+    }
+
+
+async def spans_of(hub: Hub, request_id: str) -> list[Span]:
+    """The spans of one operation, or sample, and of the passes that computed it, as far as they are kept."""
+    return hub.trace.of(request_id)
 
 
 async def metrics(hub: Hub) -> bytes:

@@ -5,6 +5,7 @@ nothing that would be missed: what they read of the database and of files is the
 through the hub. So any of them may answer any request, and one that dies takes nothing along.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -13,6 +14,9 @@ from cachetools import LRUCache
 from fastapi import Request
 
 from tinsmith.config import Config
+from tinsmith.config_values import at_home
+from tinsmith.console.curves import Curves
+from tinsmith.console.run_files import RunFiles
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.server import calls
 from tinsmith.server.applications import Applications
@@ -20,9 +24,11 @@ from tinsmith.server.async_store import Stored
 from tinsmith.server.base_models import BaseModels, Wording
 from tinsmith.server.body import LargeBodies
 from tinsmith.server.hub import Hub
-from tinsmith.server.signatures import UrlSigner
+from tinsmith.server.live import LivePages
+from tinsmith.server.signatures import Logins, UrlSigner
 from tinsmith.server.tenants import Tenants
 from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.operations import read_metrics
 from tinsmith.store.records import Model, Session
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
@@ -31,6 +37,8 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 _KNOWN_MODELS = 4096
+_KNOWN_CURVES = 16
+"""Runs whose curves are kept: megabytes of a run of 100,000 steps."""
 
 
 class Ask(Protocol):
@@ -59,13 +67,17 @@ class Front:
         self.base_models = base_models
         self.ask = ask
         self.told = Wording(config, data_dir, base_models)
-        self.tenants = Tenants(store, lambda: base_models.names)
+        self.logins = Logins(data_dir)
+        self.tenants = Tenants(store, lambda: base_models.names, self.logins.key_id)
         self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
         self.shared = None if config.training.trains else SharedCheckpoints(self.files)
         """Checkpoints of another server; for one that only samples."""
         self.signer = UrlSigner(data_dir)
         self.applications = Applications()
+        self.live = LivePages()
         self.bodies = LargeBodies(self.tenants.knows, config.log_format)
+        self.run_files = RunFiles(Path(at_home(config.server.run_files))) if config.server.run_files else None
+        self._curves: LRUCache[str, tuple[asyncio.Lock, Curves]] = LRUCache(_KNOWN_CURVES)
         self._known_models: LRUCache[str, str] = LRUCache(_KNOWN_MODELS)
 
     async def refused(self, reason: str, status: int) -> None:
@@ -90,6 +102,14 @@ class Front:
         """Raise as `session`, and UserError for one that is finished."""
         if (await self.session(session_id)).finished_at is not None:
             raise UserError(f"session {session_id} is finished; create a new one")
+
+    async def curves(self, model_id: str) -> Curves:
+        """The curves of a run until now. Of a run that was asked for before, the store is asked for what is new."""
+        lock, curves = self._curves.setdefault(model_id, (asyncio.Lock(), Curves()))
+        async with lock:
+            rows = await self.store.read(read_metrics, model_id, curves.read_to)
+            await asyncio.to_thread(curves.add, rows)
+        return curves
 
     async def base_of(self, model_id: str) -> str:
         """The base model of a model, as its client named it. Raises as `model`; asks the store once for each."""

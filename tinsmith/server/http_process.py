@@ -77,6 +77,7 @@ async def _serve(config: Config, ours: socket.socket, listener: socket.socket, s
     if not stop.done():
         os._exit(1)
     http.end()
+    front.live.close()
     await serving
     front.bodies.parser.close()
     stored.close()

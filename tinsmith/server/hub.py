@@ -1,10 +1,12 @@
 """State that all requests share. It lives in one process, however many answer HTTP (`front.py`)."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Literal
 
 from tinsmith.config import Config
+from tinsmith.console.phases import Phases
 from tinsmith.observing.spans import SPANS
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.own_directory import boot_name
@@ -25,6 +27,7 @@ from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels, Wording
 from tinsmith.server.budgets import Budgets
 from tinsmith.server.engine_process import EngineProcess
+from tinsmith.server.kept_samples import KeptSamples
 from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.queued_operations import QueuedOperations
 from tinsmith.server.sample_journal import SampleJournal
@@ -70,12 +73,15 @@ class Hub:
         self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server)
+        self.kept_samples = KeptSamples(config.server.kept_sample_mib * 2**20)
         self.sample_reports = SampleReports(config.server.sample_result_ttl_s, SampleJournal(data_dir))
         self.sampling_sessions = SamplingSessions(self.store, self.told)
         self.lifetimes = Lifetimes(config.server, self.store, self.files)
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
         self.trace = Trace()
+        self.phases = Phases()
+        self.started_at = time.time()
         endpoint = config.server.otlp_endpoint
         self.exporter = Exporter(endpoint) if endpoint else None
         self.queued = QueuedOperations(config.server)
@@ -96,6 +102,7 @@ class Hub:
             self.activity.take(message)
             spans = [*message.spans, *SPANS.take()]
             self.trace.take(spans)
+            self.phases.take(spans, self.activity.tokens, time.time())
             if self.exporter is not None:
                 self.exporter.take(spans)
         elif isinstance(message, SampleEvents):
@@ -114,6 +121,7 @@ class Hub:
             self.exporter.close()
 
     def _end_sample(self, message: SampleDone | SampleFailed) -> None:
+        self.kept_samples.end(message)
         if not self.samples.finish(message):
             return  # its client gave it up
         if isinstance(message, SampleDone):

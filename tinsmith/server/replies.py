@@ -15,12 +15,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
+from starlette.responses import RedirectResponse
 
 from tinsmith.config import Config
+from tinsmith.console.pages import POLICY, Viewer, render
 from tinsmith.errors import (
     BackpressureError,
     EngineUnavailableError,
@@ -135,6 +138,8 @@ async def _reply_to_known(request: Request, error: Exception) -> Response:
         wait_s = error.retry_after_s if isinstance(error, BackpressureError) else RETRY_AFTER_S
         headers = {"Retry-After": str(math.ceil(wait_s))}
     await request.app.state.front.refused(_reason_of(error), status)
+    if _asks_for_page(request):
+        return _page_of(request, error, status, headers)
     return json_reply(_in_form(request, error), status, headers)
 
 
@@ -149,6 +154,25 @@ def _in_form(request: Request, error: Exception) -> dict[str, Any]:
 def _told(request: Request, error: Exception) -> str:
     told: str = request.app.state.front.told(str(error), "user" if isinstance(error, UserError) else "server")
     return told
+
+
+LOGIN = "/login"
+
+
+def _asks_for_page(request: Request) -> bool:
+    """Whether a person looks at a page of the console, whose errors are pages too."""
+    wants_html = request.method == "GET" and "text/html" in request.headers.get("accept", "")
+    return wants_html and not request.url.path.startswith(("/api/", "/oai/", "/v1/", "/anthropic/"))
+
+
+def _page_of(request: Request, error: Exception, status: int, headers: Mapping[str, str] | None) -> Response:
+    if isinstance(error, UnauthorizedError) and not request.app.state.is_for_metrics:
+        place = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        return RedirectResponse(f"{LOGIN}?{urlencode({'next': place})}", 303)
+    viewer = Viewer(request.url.path, "", "", "", has_keys=False)
+    content = render("error.html.jinja", {"status": status, "told": _told(request, error)}, viewer)
+    more = {"Content-Security-Policy": POLICY, "Cache-Control": "no-store"}
+    return Response(content, status, {**more, **(headers or {})}, "text/html; charset=utf-8")
 
 
 OPENAI_PREFIXES = ("/v1", "/oai/api/v1")

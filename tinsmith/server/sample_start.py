@@ -104,4 +104,5 @@ async def start_sample(
         payload=received.body,
         tenant=caller.tenant,
     )
-    await front.ask(calls.start_sample, caller, message, tokens, in_text, received.digest)
+    only_scores = received.request.only_scores
+    await front.ask(calls.start_sample, caller, message, tokens, in_text, received.digest, only_scores)

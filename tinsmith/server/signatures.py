@@ -1,9 +1,12 @@
-"""Signed download URLs: each gives one file without an API key, until it expires."""
+"""Signatures: of download URLs, which give one file without an API key, and of the cookies of people who log in."""
 
 import hashlib
 import json
 import secrets
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
 import itsdangerous
@@ -15,20 +18,28 @@ from tinsmith.store.disk import renamed
 _FILE_NAME = "signing.key"
 _KEY_BYTES = 32
 
+COOKIE = "tinsmith_login"
+LOGIN_S = 30 * 86400
+"""Seconds after which people log in again."""
+
+
+def _signing_key(data_dir: Path) -> bytes:
+    """The key in a data directory, made if there is none. Raises ConfigError for a file of another size."""
+    path = data_dir / _FILE_NAME
+    if not path.exists():
+        _write_privately(path, secrets.token_bytes(_KEY_BYTES))
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise ConfigError(f"{path} must hold {_KEY_BYTES} bytes, it holds {len(key)}; delete it, and a new one is made")
+    return key
+
 
 class UrlSigner:
     """Signs with a key in the data directory, readable by its owner alone. URLs outlive a restart of the server."""
 
     def __init__(self, data_dir: Path) -> None:
         """Make the key if there is none. Raises ConfigError for a file of another size."""
-        path = data_dir / _FILE_NAME
-        if not path.exists():
-            _write_privately(path, secrets.token_bytes(_KEY_BYTES))
-        key = path.read_bytes()
-        if len(key) != _KEY_BYTES:
-            raise ConfigError(
-                f"{path} must hold {_KEY_BYTES} bytes, it holds {len(key)}; delete it, and a new one is made"
-            )
+        key = _signing_key(data_dir)
         self._signer = itsdangerous.Signer(key, salt="tinsmith download", digest_method=hashlib.sha256)
 
     def sign(self, expires: int, *parts: str) -> str:
@@ -41,6 +52,26 @@ class UrlSigner:
             raise ForbiddenError("the signature of this URL is not valid; ask for a new URL")
         if expires <= time.time():
             raise ForbiddenError("this URL has expired; ask for a new one")
+
+
+class Logins:
+    """Cookies that stand for an API key, by the part of it that is no secret."""
+
+    def __init__(self, data_dir: Path) -> None:
+        """Use the key of `UrlSigner`. Raises as that."""
+        key = _signing_key(data_dir)
+        self._signer = itsdangerous.TimestampSigner(key, salt="tinsmith login", digest_method=hashlib.sha256)
+
+    def cookie(self, key_id: str) -> str:
+        """The value of a cookie for this key."""
+        return self._signer.sign(key_id).decode()
+
+    def key_id(self, headers: Mapping[str, str]) -> str | None:
+        """The key for which these headers have a cookie that `cookie` made and that has not expired."""
+        with suppress(CookieError, itsdangerous.BadSignature):
+            found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+            return None if found is None else self._signer.unsign(found.value, LOGIN_S).decode()
+        return None
 
 
 def _message(expires: int, parts: tuple[str, ...]) -> bytes:

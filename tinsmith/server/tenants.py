@@ -54,9 +54,18 @@ _EVERYONE = Caller(LOCAL, "admin")
 class Tenants:
     """The keys of a server, and the owners of what is in its store."""
 
-    def __init__(self, store: Stored, served: Callable[[], Collection[str]]) -> None:
-        """`served` returns the names of the base models that can be used; of none before they are known."""
+    def __init__(
+        self,
+        store: Stored,
+        served: Callable[[], Collection[str]],
+        logged_in: Callable[[Mapping[str, str]], str | None] = lambda _: None,
+    ) -> None:
+        """`served` returns the names of the base models that can be used; of none before they are known.
+
+        `logged_in` returns the key of a person who has logged in, by its part that is no secret.
+        """
         self._store = store
+        self._logged_in = logged_in
         self._served = served
         self._told: set[str] = set()
         """Keys that allow what is not served, by the part that is no secret."""
@@ -76,7 +85,11 @@ class Tenants:
         if not keys:
             return _EVERYONE
         text = _sent_key(headers)
-        key = find_key(keys, text) or find_key(await self._known_keys(0.0), text)
+        login = None if text else self._logged_in(headers)
+        if login is not None:
+            key = keys.get(login)
+        else:
+            key = find_key(keys, text) or find_key(await self._known_keys(0.0), text)
         if key is None or key.revoked_at is not None:
             raise UnauthorizedError(
                 "this server needs an API key that it knows, in the header X-API-Key: set TINKER_API_KEY; "

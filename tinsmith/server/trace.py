@@ -40,6 +40,14 @@ class Trace:
         after = time.time() - seconds
         return list(_joined(span for span in self._spans if span[2] + span[3] >= after))
 
+    def of(self, request_id: str) -> list[Span]:
+        """Return the spans of one request, and of the passes that computed it."""
+        return [
+            span
+            for span in self._spans
+            if span[4].get("request") == request_id or (span[1] == PASSES and request_id in span[4]["requests"])
+        ]
+
 
 def _joined(spans: Iterator[Span]) -> Iterator[Span]:
     last: dict[int, Span] = {}

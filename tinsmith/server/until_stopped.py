@@ -84,6 +84,7 @@ async def _serve(
     beside.end()
     hub.waiters.close()
     hub.samples.end_streams()
+    front.live.close()
     await hub.engine.stop()
     await http_task
     if beside_task is not None:

@@ -4,6 +4,8 @@ Payload and images are dropped with the outcome, or kept up to a limit: `kept_by
 """
 
 import hashlib
+import json
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,12 +38,21 @@ from tinsmith.store.records import (
     Command,
     HistoryChange,
     NewCommand,
+    OperationMetrics,
     Outcome,
     StoredHistory,
     Unfinished,
     Used,
 )
-from tinsmith.store.schema import command_images, commands, models, sampling_sessions, sessions
+from tinsmith.store.schema import (
+    command_images,
+    commands,
+    first_requests,
+    models,
+    run_metrics,
+    sampling_sessions,
+    sessions,
+)
 from tinsmith.store.sessions import (
     end_creation,
     how_to_go_on,
@@ -190,6 +201,29 @@ _STATUS = select(commands.c.status).where(_BY_KEY)
 _DIGEST_BYTES = 32
 
 _ALL = 2**62
+
+FIRST_REQUESTS = 2
+"""Forward and backward passes of each run whose requests are kept as long as the run."""
+_FIRST_SEQ_ID = 16
+"""Highest seq_id of these."""
+FIRST_REQUEST_BYTES = 2**20
+"""Most bytes of a request that is kept so."""
+_KEEP_FIRST = insert(first_requests).from_select(
+    ["model_id", "seq_id", "payload"],
+    select(commands.c.model_id, commands.c.seq_id, commands.c.payload).where(
+        commands.c.model_id == bindparam("model"),
+        commands.c.seq_id == bindparam("seq"),
+        _IS_QUEUED,
+        commands.c.kind == "forward_backward",
+        func.length(commands.c.payload) <= FIRST_REQUEST_BYTES,
+        select(func.count())
+        .select_from(first_requests)
+        .where(first_requests.c.model_id == bindparam("model"))
+        .scalar_subquery()
+        < FIRST_REQUESTS,
+    ),
+)
+_INSERT_METRICS = insert(run_metrics)
 
 
 class CommandStore(Transactions):
@@ -389,6 +423,8 @@ class _Recording:
     applied: dict[str, int] = field(default_factory=dict)
     used: defaultdict[str, Used] = field(default_factory=lambda: defaultdict(Used))
     released: list[Released] = field(default_factory=list)
+    measured: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of `run_metrics`."""
 
     def finish(self, outcome: Outcome) -> bool:
         """Finish a queued command; False if it is not queued any more."""
@@ -396,6 +432,8 @@ class _Recording:
         if key is None:
             raise NotFoundError(f"{outcome.request_id!r} is not a request id")
         model_id, seq_id = key
+        if outcome.result_type == "protobuf" and seq_id <= _FIRST_SEQ_ID:
+            self.connection.execute(_KEEP_FIRST, {"model": model_id, "seq": seq_id})
         finish = _FINISH_AND_LEAVE if outcome.replays else _FINISH_AND_KEEP if self.keep else _FINISH_AND_DROP
         finished = self.connection.execute(finish, _finished(outcome, model_id, seq_id, self.now)).first()
         if finished is None:
@@ -403,6 +441,8 @@ class _Recording:
         if outcome.tokens or outcome.gpu_seconds:
             more = Used(trained_tokens=outcome.tokens, gpu_seconds=outcome.gpu_seconds)
             self.used[model_id] = self.used[model_id].plus(more)
+        if outcome.measured is not None and outcome.measured.metrics:
+            self.measured.append(_metrics_row(model_id, seq_id, self.now, outcome.measured, outcome.tokens))
         if outcome.error is None:
             self.applied[model_id] = max(seq_id, self.applied.get(model_id, 0))
         if seq_id == 0:  # create_model, or load_weights into a new model
@@ -422,6 +462,8 @@ class _Recording:
         for model_id, seq_id in self.applied.items():
             self.connection.execute(_APPLY, {"model": model_id, "seq": seq_id})
         usage.add_of_models(self.connection, self.now, self.used)
+        if self.measured:
+            self.connection.execute(_INSERT_METRICS, self.measured)
         return _together(self.released)
 
 
@@ -434,6 +476,15 @@ def record(connection: Connection, outcomes: Iterable[Outcome | HistoryChange], 
         elif recording.finish(outcome) and outcome.history is not None:
             recording.change(outcome.history)
     return recording.end()
+
+
+def _metrics_row(model_id: str, seq_id: int, now: float, measured: OperationMetrics, tokens: int) -> dict[str, Any]:
+    """A row of `run_metrics`, in which numbers have seven digits, as float32 has them."""
+    values = {
+        name: float(f"{value:.7g}") if math.isfinite(value) else str(value) for name, value in measured.metrics.items()
+    }
+    row = {"model_id": model_id, "seq_id": seq_id, "at": now, "kind": measured.kind, "tokens": tokens}
+    return row | {"metrics": json.dumps(values, separators=(",", ":"))}
 
 
 def _together(released: Iterable[Released]) -> Released:

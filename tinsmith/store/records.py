@@ -294,6 +294,15 @@ class StoredHistory:
 
 
 @dataclass(frozen=True)
+class OperationMetrics:
+    """Metrics of an operation, for the curves of its run."""
+
+    kind: str
+    """Of the operation; `forward` for one without gradients."""
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The result or the error of an operation."""
 
@@ -315,6 +324,7 @@ class Outcome:
     """Whether its request stays until it is released, because a replay after a crash may need it."""
     history: HistoryChange | None = None
     """What it, and what came before it, has changed in the history of its model."""
+    measured: OperationMetrics | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from sqlalchemy import (
 
 from tinsmith.store.records import LOCAL
 
-REVISION = "10"
+REVISION = "11"
 """The newest Alembic revision, a number: an unknown one can be told to be newer."""
 BASELINE = "5"
 """The oldest revision to migrate from; older ones were never released."""
@@ -115,7 +115,34 @@ commands = Table(
     _index_where("status = 'done'", "ix_commands_done", "finished_at"),
     _index_where("status = 'queued'", "ix_commands_queued", "model_id", "seq_id"),
     _index_where("kept_bytes IS NOT NULL", "ix_commands_kept", "id", "kept_bytes"),
+    _index_where("status = 'failed'", "ix_commands_failed", "finished_at"),
+    _index_where("kind IN ('create_from_checkpoint', 'load_weights')", "ix_commands_loads", "model_id"),
     sqlite_autoincrement=True,
+)
+
+# Metrics of operations, in the order in which they ended, as JSON whose numbers may be "nan" or "inf".
+run_metrics = Table(
+    "run_metrics",
+    metadata,
+    Column("id", Whole, primary_key=True),
+    Column("model_id", Text, ForeignKey("models.model_id", ondelete="CASCADE"), nullable=False),
+    Column("seq_id", Whole, nullable=False),
+    Column("at", Float, nullable=False),
+    # Of the operation; `forward` for one without gradients
+    Column("kind", Text, nullable=False),
+    Column("tokens", Whole, nullable=False),
+    Column("metrics", Text, nullable=False),
+    Index("ix_run_metrics_model_id", "model_id", "id"),
+    sqlite_autoincrement=True,
+)
+
+# Payloads of each run's first forward and backward passes, without images: what the model saw at first.
+first_requests = Table(
+    "first_requests",
+    metadata,
+    Column("model_id", Text, ForeignKey("models.model_id", ondelete="CASCADE"), primary_key=True),
+    Column("seq_id", Whole, primary_key=True),
+    Column("payload", LargeBinary, nullable=False),
 )
 
 # What a model can be restored from, and what has happened since (`engine/history.py`), as far as outcomes are recorded.

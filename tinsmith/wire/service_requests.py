@@ -158,6 +158,37 @@ class CheckpointsQuery(Query):
     offset: CountFromZero = 0
 
 
+class RunsPageQuery(Query):
+    """The console's page of runs."""
+
+    offset: CountFromZero = 0
+    project: str = ""
+    compare: str = ""
+    """Empty: the list, no comparison."""
+
+
+class CurvesQuery(Query):
+    """The part of the console's queries that says how curves are drawn."""
+
+    smooth: Annotated[float, Field(ge=0, le=0.999)] = 0.0
+    scale: Literal["linear", "log"] = "linear"
+
+
+class OperationsQuery(Query):
+    """The console's page of operations; empty is no condition."""
+
+    status: Literal["", "queued", "done", "failed"] = ""
+    kind: str = ""
+    run: str = ""
+    before: CountFromZero | None = None
+
+
+class OperationQuery(Query):
+    """The part of a path of the console that names an operation of a run."""
+
+    seq_id: CountFromZero
+
+
 class TraceQuery(Query):
     """GET trace."""
 

@@ -12,7 +12,7 @@ import torch
 from prometheus_client import Gauge
 
 from tinsmith.errors import reported
-from tinsmith.observing.metrics import GPU_MEMORY, GPU_POWER, GPU_TEMPERATURE, GPU_UTILIZATION
+from tinsmith.observing.metrics import GPU_MEMORY, GPU_POWER, GPU_SIZE, GPU_TEMPERATURE, GPU_UTILIZATION
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class Sensor:
 
 SENSORS = {
     "memory": Sensor(GPU_MEMORY, torch.cuda.device_memory_used),
+    "size": Sensor(GPU_SIZE, lambda device: torch.cuda.get_device_properties(device).total_memory),
     "utilization": Sensor(GPU_UTILIZATION, torch.cuda.utilization, 100),
     "temperature": Sensor(GPU_TEMPERATURE, torch.cuda.temperature),
     "power": Sensor(GPU_POWER, torch.cuda.power_draw, 1000),

@@ -1,0 +1,164 @@
+"""The episodes of a real run, in a server's console and in `tinsmith view`."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.console.conftest import PHONE, WIDE, Looking
+from tests.console.hostile import HOSTILE
+from tests.preloaded import REAL_PYTHON
+from tests.running import PROGRAM, START_S, Server
+from tinsmith.console.rollouts import group_page, step_page, trajectory_page
+from tinsmith.console.run_files import RunFiles, checkpoint_before
+from tinsmith.errors import NotFoundError, UserError
+
+RUN = "/rollouts/a%20run"
+PAGES = ("/rollouts", RUN, f"{RUN}/step-000002", f"{RUN}/step-000002/7", f"{RUN}/step-000002/7/1")
+LOOKS = [("light", WIDE), ("dark", PHONE)]
+
+
+@pytest.fixture(scope="session")
+def files(seeing_server: Server, rollouts: Path) -> RunFiles:
+    """The files of the run."""
+    return RunFiles(rollouts)
+
+
+@pytest.fixture(scope="module")
+def viewed(files: RunFiles, seeing_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of `tinsmith view`."""
+    log = tmp_path_factory.mktemp("view") / "log"
+    command = [*PROGRAM, "view", str(files.root), "--port", "0", "--server", seeing_server.url]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        while not (told := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
+            with pytest.raises(subprocess.TimeoutExpired):  # it has ended, which its log explains
+                process.wait(0.05)
+        yield told[0]
+        process.terminate()
+        process.wait(START_S)
+
+
+@pytest.mark.parametrize(("theme", "window"), LOOKS)
+@pytest.mark.parametrize("path", PAGES)
+def test_rollouts_are_shown(look_at_seeing: Looking, path: str, theme: Any, window: tuple[int, int]) -> None:
+    with look_at_seeing.at(path, theme, window) as page:
+        expect(page.locator("main section").first).to_be_visible()
+
+
+def test_a_directory_is_viewed_as_in_the_console(
+    browser: Browser, viewed: str, seeing_server: Server, tmp_path: Path
+) -> None:
+    look = Looking(browser, viewed, tmp_path)
+    for path in PAGES:
+        with look.at(path) as page:
+            expect(page.locator("nav a", has_text="Playground")).to_have_count(0)
+        shown, same = (
+            httpx.get(f"{place}{path}.json", timeout=START_S).json() for place in (viewed, seeing_server.url)
+        )
+        assert shown.keys() == same.keys()
+        assert shown.get("groups") == same.get("groups")
+    with look.at(f"{RUN}/step-000002") as page:
+        link = page.get_by_role("link", name="Chat with the weights after step 1")
+        expect(link).to_have_attribute("href", re.compile(f"^{re.escape(seeing_server.url)}/playground"))
+    assert httpx.get(f"{viewed}/rollouts", headers={"Host": "evil.example"}).status_code == 400
+    for wrong in ("/rollouts/other", f"{RUN}/step-000009", f"{RUN}/step-000002/99", f"{RUN}/step-000002/7/x", "/other"):
+        assert httpx.get(f"{viewed}{wrong}").status_code == 404
+    assert httpx.get(f"{viewed}/rollout-images/a%20run/..%2F..%2Fstate.json").status_code == 404
+    assert httpx.get(f"{viewed}{RUN}/step-000002.json?sort=colour").status_code == 400
+
+
+def test_one_goes_from_a_run_to_a_chat(look_at_seeing: Looking) -> None:
+    """A point of a curve, a bar of the histogram, a group, a member, and the weights that sampled it."""
+    with look_at_seeing.at(RUN) as page:
+        page.locator(".curve").first.locator("a[href]").last.press("Enter")
+        expect(page.locator("h1")).to_contain_text("Step 3")
+        page.locator(".slider input").fill("1")
+        page.locator(".slider input").dispatch_event("change")
+        expect(page.locator("h1")).to_contain_text("Step 2")
+        bar = page.locator(".histogram a").first
+        count = int(bar.locator(".count").inner_text())
+        bar.click()
+        expect(page.locator(".chip")).to_have_count(count)
+        page.locator(".groups td a").first.click()
+        expect(page.locator(".member")).to_have_count(4)
+        assert page.locator(".opening img").evaluate("image => image.naturalWidth") == 64
+        page.locator(".member h2 a").nth(1).click()
+        page.get_by_role("link", name="surprise").click()
+        expect(page.locator(".t.h5[title]").first).to_be_visible()  # the tiny model hardly knows its tokens
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(".crumbs b")).to_have_text("Member 2")
+        page.get_by_role("link", name="Chat with the weights after step 1").click()
+        page.wait_for_selector("#playground[data-ready]")
+        assert page.locator("#model").input_value().endswith("/sampler_weights/step-000001")
+
+
+def test_pages_say_what_the_files_hold(files: RunFiles) -> None:
+    run = files.run("a run")
+    asked = {"run": "a run", "file": "step-000002"}
+    episodes = run.episodes("step-000002")
+    step = step_page(files, asked)
+    usable = [each["reward"] for each in episodes if each["usable"]]
+    assert sum(bar["count"] for bar in step["histogram"]) == len(usable)
+    assert [group["number"] for group in step["groups"]] == sorted({each["group"] for each in episodes})
+    by_reward = step_page(files, {**asked, "sort": "-reward"})["groups"]
+    means = [-9.0 if group["reward"] is None else group["reward"] for group in by_reward]
+    assert means == sorted(means, reverse=True)
+    one = episodes[0]
+    found = step_page(files, {**asked, "q": f"NUMBER {one['seed']} "})["groups"]
+    assert {one["group"]} <= {group["number"] for group in found} < {each["group"] for each in episodes}
+    broken = next(each for each in episodes if not each["usable"])
+    where = {**asked, "group": str(broken["group"]), "member": str(broken["member"])}
+    assert HOSTILE in trajectory_page(files, where)["episode"]["error"]
+    taught = next(each for each in episodes if each["usable"] and (each["samples"][0]["advantages"] or [0])[0] > 0)
+    where = {**asked, "group": str(taught["group"]), "member": str(taught["member"]), "colour": "advantage"}
+    turns = trajectory_page(files, where)["episode"]["samples"][0]["turns"]
+    assert "".join(span.get("text", "") for turn in turns for span in turn["spans"]) == taught["samples"][0]["text"]
+    said = [turn for turn in turns if turn["said"]]
+    assert sum(turn["reward"] for turn in said) == pytest.approx(taught["reward"])
+    assert {span["shade"] for turn in said for span in turn["spans"]} <= {"p1", "p2", "p3", "p4", "p5"}
+    assert "trainer" in said[0]["spans"][0]["about"]
+    # The prompt is the same for all, so it is shown once
+    whole = group_page(files, {**asked, "group": str(taught["group"])})
+    assert sum("image" in span for span in whole["opening"]["spans"]) == 1
+    assert all(each["samples"][0]["turns"][0]["said"] for each in whole["episodes"])
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, files: RunFiles) -> None:
+    place = tmp_path / "run" / "trajectories"
+    place.mkdir(parents=True)
+    whole = (files.root / "a run" / "trajectories" / "step-000001.jsonl.zst").read_bytes()
+    for broken in (b"", b"nothing", whole[:40]):
+        (place / "step-000001.jsonl.zst").write_bytes(broken)
+        with pytest.raises(UserError, match=r"step-000001\.jsonl\.zst cannot be read"):
+            RunFiles(tmp_path).run("run").headings()
+    (place / "step-000001.jsonl.zst").write_bytes(whole[:-20])
+    with pytest.raises(UserError, match="ends in the middle"):
+        RunFiles(tmp_path).run("run").episodes("step-000001")
+    (place.parent / "metrics.jsonl").write_text('{"step": 1, "reward": NaN}\n{"step": 2, "rew')
+    assert RunFiles(tmp_path).run("run").metrics() == [{"step": 1, "reward": None}]
+    with pytest.raises(NotFoundError):
+        RunFiles(tmp_path).run("../run")
+    assert RunFiles(tmp_path / "absent").runs() == []
+
+
+def test_the_weights_that_sampled_are_the_newest_before() -> None:
+    assert checkpoint_before({10: "a", 20: "b"}, 19) == (10, "a")
+    assert checkpoint_before({10: "a", 20: "b"}, 3) == (10, "a")
+    assert checkpoint_before({}, 3) is None
+
+
+def test_viewing_needs_no_torch_and_names_what_is_wrong(tmp_path: Path) -> None:
+    code = "import sys, tinsmith.commands.view; print(sorted({'torch', 'transformers', 'fastapi'} & set(sys.modules)))"
+    done = subprocess.run([REAL_PYTHON, "-c", code], capture_output=True, text=True, check=True, timeout=START_S)
+    assert json.loads(done.stdout) == []
+    command = [*PROGRAM, "view", str(tmp_path / "absent")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S)
+    assert (done.returncode, "is no directory" in done.stderr) == (2, True)
+    assert sys.executable

@@ -1,0 +1,152 @@
+"""Pages as HTTP answers them: streams that many share, who may see what, errors as pages."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import aclosing
+
+import pytest
+
+from tests.server.serving import Served
+from tests.server.test_tenants import belongings, key, speaking
+from tinsmith.console.pages import STATIC, static_files
+from tinsmith.server import console, live
+from tinsmith.server.live import LivePages
+from tinsmith.server.replies import UnauthorizedError
+from tinsmith.server.signatures import COOKIE
+from tinsmith.store.keys import add_key, revoke_key
+
+
+async def allowed() -> None:
+    pass
+
+
+async def test_all_who_look_share_one_computation_and_get_what_changed() -> None:
+    pages, count = LivePages(), 0
+    go_on = asyncio.Semaphore(0)
+
+    async def compute() -> Mapping[str, str]:
+        nonlocal count
+        if count:
+            await go_on.acquire()
+        count += 1
+        return {"steps": f"<b>{count}</b>\n", "same": "text"}
+
+    streams = [pages.follow("page", compute, allowed) for _ in range(20)]
+    firsts = [await anext(stream) for stream in streams]
+    assert set(firsts) == {b"event: steps\ndata: <b>1</b>\ndata: \n\nevent: same\ndata: text\n\n"}
+    assert (count, pages.count) == (1, 20)
+    go_on.release()
+    assert {await anext(stream) for stream in streams} == {b"event: steps\ndata: <b>2</b>\ndata: \n\n"}
+    assert count == 2
+    for stream in streams:
+        await stream.aclose()
+    assert pages.count == 0
+    again = pages.follow("page", compute, allowed)
+    go_on.release()
+    assert b"<b>3</b>" in await anext(again)
+    await again.aclose()
+
+
+async def test_a_stream_ends_with_the_key_and_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_LOOK_S", 0.01)
+    pages = LivePages()
+
+    async def compute() -> Mapping[str, str]:
+        return {"a": "1"}
+
+    async def refused() -> None:
+        raise UnauthorizedError("revoked")
+
+    async with aclosing(pages.follow("page", compute, refused)) as stream:
+        assert await anext(stream) == b"event: a\ndata: 1\n\n"
+        assert [event async for event in stream] == []
+    async with aclosing(pages.follow("page", compute, allowed)) as stream:
+        await anext(stream)
+        assert await anext(stream) == b": \n\n"
+        pages.close()
+        assert [event async for event in stream] in ([], [b": \n\n"])
+
+
+async def test_too_many_streams_are_refused(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "MOST_STREAMS", 0)
+    reply = await server.client.get("/live/runs")
+    assert reply.status_code == 429
+    assert "are being watched already" in reply.json()["detail"]
+
+
+async def test_a_page_may_load_nothing_from_elsewhere_and_is_not_kept(server: Served) -> None:
+    for path in ("/", "/runs", "/login"):
+        reply = await server.client.get(path, headers={"Accept": "text/html"})
+        assert reply.status_code == 200
+        assert reply.headers["content-security-policy"].startswith("default-src 'self'; ")
+        assert "unsafe" not in reply.headers["content-security-policy"]
+        assert reply.headers["cache-control"] == "no-store"
+
+
+async def test_files_are_sent_as_they_are_and_packed(server: Served) -> None:
+    for name, file in static_files().items():
+        for encoding in ("identity", "gzip"):
+            reply = await server.client.get(f"{STATIC}{name}", headers={"Accept-Encoding": encoding})
+            assert reply.content == file.content
+            assert "immutable" in reply.headers["cache-control"]
+    assert (await server.client.get(f"{STATIC}..%2Fpages.py")).status_code == 404
+
+
+async def test_errors_are_pages_for_people_and_json_for_programs(server: Served) -> None:
+    people = {"Accept": "text/html,*/*"}
+    reply = await server.client.get("/runs/x:train:0", headers=people)
+    assert (reply.status_code, reply.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    assert "x:train:0&#39; does not exist" in reply.text
+    for path, headers in (
+        ("/runs/x:train:0", {}),
+        ("/api/v1/training_runs/x:train:0", people),
+        ("/v1/models/x", people),
+    ):
+        reply = await server.client.get(path, headers=headers)
+        assert (reply.status_code, reply.headers["content-type"]) == (404, "application/json")
+    assert (await server.client.get("/runs?offset=-1")).status_code == 400
+    assert (await server.client.get("/runs?compare=a,b,c,d,e")).status_code == 400
+
+
+async def test_a_cookie_stands_for_its_key_on_every_route_until_that_ends(server: Served) -> None:
+    """Invariant: A cookie of the console opens what its key opens, and nothing once the key is revoked."""
+    text = add_key(server.store, key("alice"))
+    add_key(server.store, key("bob"))
+    asked = await server.client.get("/runs?project=a", headers={"Accept": "text/html"})
+    assert (asked.status_code, asked.headers["location"]) == (303, "/login?next=%2Fruns%3Fproject%3Da")
+    assert (await server.client.get("/runs.json")).status_code == 401
+    reply = await server.client.post("/login", data={"key": text, "next": "/runs?project=a"})
+    assert (reply.status_code, reply.headers["location"]) == (303, "/runs?project=a")
+    said = reply.headers["set-cookie"].lower()
+    assert all(part in said for part in ("httponly", "samesite=strict", "path=/"))
+    value = reply.cookies[COOKIE]
+    assert text not in value
+    server.client.cookies.clear()
+    cookie = {"Cookie": f"{COOKIE}={value}"}
+    for path in ("/runs.json", "/api/v1/training_runs", "/v1/models"):
+        assert (await server.client.get(path, headers=cookie)).status_code == 200
+    forged = {"Cookie": f"{COOKIE}={value.replace(value.partition('.')[0], 'bob')}"}
+    assert (await server.client.get("/runs.json", headers=forged)).status_code == 401
+    revoke_key(server.store, "alice")
+    await server.front.tenants.caller({"x-api-key": add_key(server.store, key("carol"))})  # reads the keys again
+    assert (await server.client.get("/runs.json", headers=cookie)).status_code == 401
+
+
+async def test_pages_of_a_tenant_name_nothing_of_another(server: Served) -> None:
+    """Invariant: No page of the console names another tenant's sessions, runs, operations, checkpoints or keys."""
+    texts = [add_key(server.store, key("alice")), add_key(server.store, key("bob"))]
+    async with speaking(server, texts[0]) as alice, speaking(server, texts[1]) as bob:
+        foreign, own = await belongings(bob), await belongings(alice)
+        await bob.step(foreign["model"], 1)
+        for path in ("/overview.json", "/runs.json", "/operations.json", "/", "/runs", "/operations"):
+            text = (await alice.client.get(path)).text
+            assert foreign["session"] not in text, path
+            assert foreign["session"][:8] not in text, path
+        assert own["session"] in (await alice.client.get("/runs.json")).text
+        assert foreign["session"] in (await bob.client.get("/overview.json")).text
+        assert (await alice.client.get("/settings.json")).status_code == 403
+        for path in ("/runs/{}.json", "/runs/{}/batches", "/live/runs/{}", "/operations/{}/0", "/curves.json?runs={}"):
+            reply = await alice.client.get(path.format(foreign["model"]))
+            assert reply.status_code == 404, path
+        both = f"{own['model']},{foreign['model']}"
+        assert (await alice.client.get(f"/runs.json?compare={both}")).status_code == 404

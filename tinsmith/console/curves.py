@@ -1,0 +1,153 @@
+"""Curves of a whole run: the metrics of its operations, one point for each optimizer step.
+
+A step's forward and backward passes may come in several parts: their metrics are joined as the end of their name says,
+`:sum` by adding, `:mean` by the tokens of each part. Rows are added as they come, so a run is read once.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from tinsmith.console.charts import downsample, smoothed
+from tinsmith.store.operations import MetricsRow
+
+FORWARD = "forward/"
+"""Prefix of the metrics of passes without gradients."""
+POINTS = 400
+"""Most points of a curve that a page draws: one for each pixel of a small chart, about."""
+FIRST = ("loss/token", "loss:sum", "grad_norm", "learning_rate", "tokens", "seconds")
+"""Metrics of every run, in the order in which they are shown; others follow by name."""
+
+MEANINGS = {
+    "loss/token": (
+        "loss:sum divided by the tokens of the step. It falls while the model learns, and can be compared between "
+        "steps of different size. Tokens without weight are counted too."
+    ),
+    "loss:sum": "The loss that was minimized, summed over all tokens. It grows with the batch, too.",
+    "grad_norm": (
+        "Length of the gradient before clipping. A spike is an unusual batch; steady growth often means that the "
+        "learning rate is too high; 0 means that nothing had weight."
+    ),
+    "learning_rate": "Size of each update, as the client sent it with the step.",
+    "tokens": "Tokens of the step's forward and backward passes.",
+    "seconds": "From the step before to this one: passes, optimizer, queue, and what the client does in between.",
+    "tinsmith_stable_reinforce/weight:mean": "Mean weight of the sampled tokens: 1 where sampler and trainer agree.",
+    "tinsmith_stable_reinforce/limited:mean": (
+        "Share of tokens whose weight a bound has cut. Above some percent, samples are too old, or steps too large."
+    ),
+    "tinsmith_stable_reinforce/drift:mean": "How far the trained policy has moved from the one that sampled.",
+}
+"""What a metric says, in plain words."""
+
+
+def meaning(name: str) -> str:
+    """Say in plain words what a metric is."""
+    if name in MEANINGS:
+        return MEANINGS[name]
+    if name.startswith(FORWARD):
+        return f"{name.removeprefix(FORWARD)} of passes without gradients, such as an evaluation on other data."
+    how = {"sum": "Summed over the step.", "mean": "Mean over the datums of the step."}
+    return how.get(name.rpartition(":")[2], "As the operation returned it.")
+
+
+@dataclass
+class _Joined:
+    """Metrics of the parts of one step."""
+
+    tokens: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+
+    def add(self, tokens: int, metrics: Mapping[str, float]) -> None:
+        before, self.tokens = self.tokens, self.tokens + tokens
+        for name, value in metrics.items():
+            known = self.values.get(name)
+            if known is None:
+                self.values[name] = value
+            elif name.endswith(":sum"):
+                self.values[name] = known + value
+            elif name.endswith(":max"):
+                self.values[name] = max(known, value)
+            elif name.endswith(":min"):
+                self.values[name] = min(known, value)
+            elif name.endswith(":mean") and self.tokens:
+                self.values[name] = (known * before + value * tokens) / self.tokens
+            else:
+                self.values[name] = value
+
+
+class Curves:
+    """The curves of one run, as far as they were read."""
+
+    def __init__(self) -> None:
+        self.read_to = 0
+        """Number of the last row."""
+        self.steps = 0
+        self._series: dict[str, tuple[array[int], array[float]]] = {}
+        """Steps and values by metric."""
+        self._passes, self._forwards = _Joined(), _Joined()
+        self._stepped_at: float | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics that there are, in the order in which they are shown."""
+        return [*(name for name in FIRST if name in self._series), *sorted(self._series.keys() - set(FIRST))]
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The last value of each metric."""
+        return {name: self._series[name][1][-1] for name in self.names}
+
+    def add(self, rows: Iterable[MetricsRow]) -> None:
+        """Add rows that follow those before."""
+        for row in rows:
+            self.read_to = row.number
+            metrics = {name: float(value) for name, value in orjson.loads(row.metrics).items()}
+            if row.kind == "forward":
+                self._forwards.add(row.tokens, metrics)
+            elif row.kind == "forward_backward":
+                self._passes.add(row.tokens, metrics)
+            elif row.kind == "optim_step":
+                self._end_step(row.at, metrics)
+
+    def _end_step(self, at: float, metrics: Mapping[str, float]) -> None:
+        self.steps += 1
+        told = dict(metrics)
+        passes, forwards = self._passes, self._forwards
+        if passes.values:
+            told |= passes.values | {"tokens": passes.tokens}
+            if passes.tokens and "loss:sum" in passes.values:
+                told["loss/token"] = passes.values["loss:sum"] / passes.tokens
+        told |= {f"{FORWARD}{name}": value for name, value in forwards.values.items()}
+        if self._stepped_at is not None:
+            told["seconds"] = at - self._stepped_at
+        self._stepped_at = at
+        for name, value in told.items():
+            steps, values = self._series.setdefault(name, (array("L"), array("d")))
+            steps.append(self.steps)
+            values.append(value)
+        self._passes, self._forwards = _Joined(), _Joined()
+
+    def drawn(self, smoothing: float, most: int = POINTS) -> dict[str, dict[str, list[Any]]]:
+        """Return about `most` points of each curve: `x`, `y`, and with smoothing the `smooth` value at each."""
+        return {name: _drawn(*self._series[name], smoothing, most) for name in self.names}
+
+
+def _drawn(steps: Sequence[int], values: Sequence[float], smoothing: float, most: int) -> dict[str, list[Any]]:
+    at = downsample(steps, values, most)
+    found: dict[str, list[Any]] = {"x": [steps[each] for each in at], "y": [_finite(values[each]) for each in at]}
+    if smoothing:
+        average = smoothed(values, smoothing)
+        found["smooth"] = [_rounded(average[each]) for each in at]
+    return found
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
