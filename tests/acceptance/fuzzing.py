@@ -106,7 +106,19 @@ MESSAGES: list[dict[str, Any]] = [
     },
 ]
 OUTSIDE = (
-    *("v1/", "oai/", "anthropic/", "static/", "login", "logout", "overview", "curves.json", "runs", "operations", "settings"),
+    *(
+        "v1/",
+        "oai/",
+        "anthropic/",
+        "static/",
+        "login",
+        "logout",
+        "overview",
+        "curves.json",
+        "runs",
+        "operations",
+        "settings",
+    ),
     *("samples", "sample-images/", "rollouts", "rollout-images/", "playground"),
 )
 """Beginnings of routes that do not lie below the Tinker API."""

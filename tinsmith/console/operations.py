@@ -74,8 +74,8 @@ def describe_settings(config: Config) -> list[dict[str, Any]]:
             "name": setting.name,
             "option": setting.option,
             "value": _PASSWORD.sub("…", _told(setting.default)),
-            "unit": setting.unit,
-            "help": setting.help,
+            "unit": setting.info.unit,
+            "help": setting.info.help,
             "changed": setting.default != defaults[setting.path],
         }
         for setting in settings_of(config)
