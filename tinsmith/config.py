@@ -149,6 +149,14 @@ class ServerConfig:
     kept_operations_mib: int = setting(
         0, "Disk space for requests of finished training operations; the oldest go first, and 0 keeps none", "MiB", 0
     )
+    kept_first_passes: int = setting(
+        2,
+        "Beside these, the first forward and backward passes of each run, whose requests stay with it for the console, "
+        "up to 1 MiB each without images; 0 keeps none",
+        "passes",
+        0,
+        16,
+    )
     download_ttl_s: int = setting(3600, "How long a download URL is valid", "seconds", 60, 604800)
     engine_silent_s: float = setting(
         10.0,

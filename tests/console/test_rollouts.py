@@ -4,12 +4,15 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import zstandard
 from playwright.sync_api import Browser, expect
 
 from tests.console.conftest import PHONE, WIDE, Looking
@@ -17,7 +20,7 @@ from tests.console.hostile import HOSTILE
 from tests.preloaded import REAL_PYTHON
 from tests.running import PROGRAM, START_S, Server
 from tinsmith.console.rollouts import group_page, step_page, trajectory_page
-from tinsmith.console.run_files import RunFiles, checkpoint_before
+from tinsmith.console.run_files import KeptContents, RunFiles, checkpoint_before
 from tinsmith.errors import NotFoundError, UserError
 
 RUN = "/rollouts/a%20run"
@@ -146,6 +149,43 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, files: RunFiles) ->
     with pytest.raises(NotFoundError):
         RunFiles(tmp_path).run("../run")
     assert RunFiles(tmp_path / "absent").runs() == []
+
+
+def test_a_file_that_unpacks_to_gigabytes_is_refused_before_it_has(tmp_path: Path) -> None:
+    place = tmp_path / "run" / "trajectories"
+    place.mkdir(parents=True)
+    heading = b'{"format": 1, "env": "e", "groups": 1, "trajectories": 1}\n'
+    packing, zeros = zstandard.ZstdCompressor().compressobj(), bytes(2**20)
+    bomb = b"".join(packing.compress(zeros) for _ in range(512)) + packing.flush()
+    (place / "step-000001.jsonl.zst").write_bytes(zstandard.compress(heading) + bomb)
+    code = (
+        "import resource, sys; from pathlib import Path; from tinsmith.console import run_files\n"
+        "run_files._MOST_BYTES = 2**20\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try: run_files.RunFiles(Path(sys.argv[1])).run('run').episodes('step-000001')\n"
+        "except run_files.UserError as error: print(error)\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"
+    )
+    command = [REAL_PYTHON, "-c", code, str(tmp_path)]
+    told, grown = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=START_S
+    ).stdout.splitlines()
+    assert "holds more than 1048576 bytes" in told
+    assert int(grown) < 200
+
+
+def test_many_threads_read_files_that_push_each_other_out(tmp_path: Path) -> None:
+    files, kept = [tmp_path / str(number) for number in range(4)], KeptContents(1)
+    for file in files:
+        file.write_text(file.name)
+
+    def parse(file: Path) -> str:
+        time.sleep(0.001)
+        return file.read_text()
+
+    with ThreadPoolExecutor(8) as threads:
+        read = list(threads.map(lambda file: kept.read(file, parse), files * 20))
+    assert read == [file.name for file in files] * 20
 
 
 def test_the_weights_that_sampled_are_the_newest_before() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from random import Random
 
 import numpy as np
@@ -15,8 +16,10 @@ from tinsmith.console.operations import describe_life, describe_settings
 from tinsmith.console.overview import time_of_devices
 from tinsmith.console.pages import Viewer, ago, duration, number, render, short, size, static_files, static_url
 from tinsmith.console.phases import INTERVAL_S, KEPT, Phases
+from tinsmith.console.samples import KeptSample, sample_page, samples_page
 from tinsmith.observing.spans import DEVICE, OPERATIONS, PASSES, Span
 from tinsmith.store.operations import MetricsRow, ShownOperation
+from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import ImageChunk, TextChunk
 from tinsmith.wire.forward_backward import Datum, ForwardBackwardRequest
 
@@ -88,6 +91,47 @@ def test_curves_join_the_parts_of_a_step_and_can_be_read_in_pieces() -> None:
     assert drawn["grad_norm"]["y"] == [0.5, None]
     assert drawn["forward/loss:sum"] == {"x": [2], "y": [3.0]}
     assert whole.names[:3] == ["loss/token", "loss:sum", "grad_norm"]
+
+
+def test_curves_are_drawn_while_steps_are_added() -> None:
+    """A page that is drawn in one thread meets whole steps of what another adds."""
+    curves = Curves()
+    rows = [row(number, "optim_step", **{f"m{number % 7}": 1.0, "grad_norm": 0.5}) for number in range(1, 20_001)]
+    adding = threading.Thread(target=curves.add, args=[rows])
+    adding.start()
+    while adding.is_alive():
+        for drawn in curves.drawn(0.0, most=50).values():
+            assert len(drawn["x"]) == len(drawn["y"])
+        assert set(curves.last) <= {f"m{number}" for number in range(7)} | {"grad_norm", "seconds"}
+    adding.join()
+    assert curves.steps == 20_000
+
+
+def test_no_page_of_one_sample_is_larger_than_another() -> None:
+    """All answers together have so many tokens as one: the page is made in a fraction of a second."""
+    body = {"sampling_session_id": "s:sample:0", "seq_id": 1, "num_samples": 64}
+    body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 8}}
+    reply = tinker_pb2.SampleResponse()
+    for _ in range(64):
+        sequence = reply.sequences.add()
+        sequence.tokens = np.arange(2_000, dtype="<i4").tobytes()
+        sequence.logprobs = np.full(2_000, -1.0, "<f4").tobytes()
+    kept = KeptSample("s:sample:0/1", "a", "b", None, 0.0, 0.0, json.dumps(body).encode(), reply.SerializeToString())
+    answers = sample_page(kept, None)["answers"]
+    assert len(answers) == 64
+    assert {answer["left_out"] + len(answer["spans"]) for answer in answers} == {2_000}
+    assert sum(len(answer["spans"]) for answer in answers) <= 6_000
+
+
+def test_samples_are_searched_whole_and_listed_by_an_excerpt() -> None:
+    tokens = list(range(5_000))
+    body = {"sampling_session_id": "s:sample:0", "seq_id": 1, "num_samples": 1}
+    body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]}, "sampling_params": {"max_tokens": 8}}
+    kept = KeptSample("s:sample:0/1", "a", "b", None, 0.0, 0.0, json.dumps(body).encode(), b"")
+    listed = samples_page([kept], {}, {}, 64)["samples"]
+    assert listed[0]["prompt"].endswith("4998 4999")
+    assert samples_page([kept], {}, {"q": "17 18 19"}, 64)["samples"] == listed
+    assert samples_page([kept], {}, {"q": "5001"}, 64)["samples"] == []
 
 
 def span(worker: int, name: str, began: float, seconds: float) -> Span:
@@ -205,7 +249,14 @@ def test_values_are_shown_as_people_read_them() -> None:
 
 def test_pages_load_little_and_the_licence_of_each_file_is_there() -> None:
     files = static_files()
-    assert sum(len(file.content) for name, file in files.items() if not name.endswith(".md")) < 240_000
+    others = (
+        "LICENCES.md",
+        "playground.css",
+        "playground.js",
+        "rollouts.css",
+        "rollouts.js",
+    )  # of pages without charts
+    assert sum(len(file.content) for name, file in files.items() if name not in others) < 240_000
     licences = files["LICENCES.md"].content.decode()
     assert [name for name in files if ".min." in name and f"`{name}`" not in licences] == []
     assert static_url("console.css").endswith(files["console.css"].version)

@@ -1,6 +1,7 @@
 """Pages as HTTP answers them: streams that many share, who may see what, errors as pages."""
 
 import asyncio
+import time
 from collections.abc import Mapping
 from contextlib import aclosing
 
@@ -13,7 +14,11 @@ from tinsmith.server import console, live
 from tinsmith.server.live import LivePages
 from tinsmith.server.replies import UnauthorizedError
 from tinsmith.server.signatures import COOKIE
-from tinsmith.store.keys import add_key, revoke_key
+from tinsmith.store.keys import add_key, list_keys, revoke_key
+
+
+def key_id_of(server: Served, name: str) -> str:
+    return next(each.key_id for each in list_keys(server.store) if each.name == name)
 
 
 async def allowed() -> None:
@@ -65,6 +70,47 @@ async def test_a_stream_ends_with_the_key_and_with_the_server(monkeypatch: pytes
         assert await anext(stream) == b": \n\n"
         pages.close()
         assert [event async for event in stream] in ([], [b": \n\n"])
+
+
+async def test_what_somebody_wrote_begins_no_event() -> None:
+    pages = LivePages()
+
+    async def compute() -> Mapping[str, str]:
+        return {"log": "boom\r\revent: health\rdata: well\r\n\nend"}
+
+    async with aclosing(pages.follow("page", compute, allowed)) as stream:
+        event = await anext(stream)
+    assert b"\r" not in event
+    assert [line.partition(b": ")[0] for line in event.splitlines() if line] == [b"event", *[b"data"] * 6]
+
+
+async def test_all_pages_together_use_a_part_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant: Whoever watches many different pages makes each of them change more seldom."""
+    pauses = list[float]()
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        if seconds:  # followers that are few do not wait
+            pauses.append(seconds)
+        await sleep(3600 if seconds else 0)
+
+    pages = LivePages()
+
+    async def compute() -> Mapping[str, str]:
+        began = time.monotonic()
+        while time.monotonic() < began + 0.01:
+            pass
+        return {"a": "1"}
+
+    streams = [pages.follow(number, compute, allowed) for number in range(20)]
+    monkeypatch.setattr(live.asyncio, "sleep", note)
+    firsts = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    await asyncio.gather(*firsts)
+    while len(pauses) < 20:
+        await sleep(0)
+    assert min(pauses) >= 20 * 20 * 0.01
+    for stream in streams:
+        await stream.aclose()
 
 
 async def test_too_many_streams_are_refused(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +171,8 @@ async def test_a_cookie_stands_for_its_key_on_every_route_until_that_ends(server
     cookie = {"Cookie": f"{COOKIE}={value}"}
     for path in ("/runs.json", "/api/v1/training_runs", "/v1/models"):
         assert (await server.client.get(path, headers=cookie)).status_code == 200
+    beside = {"Cookie": f'a b=c; other={{"x": 1}}; {COOKIE}={value}'}
+    assert (await server.client.get("/runs.json", headers=beside)).status_code == 200
     forged = {"Cookie": f"{COOKIE}={value.replace(value.partition('.')[0], 'bob')}"}
     assert (await server.client.get("/runs.json", headers=forged)).status_code == 401
     revoke_key(server.store, "alice")
@@ -150,3 +198,20 @@ async def test_pages_of_a_tenant_name_nothing_of_another(server: Served) -> None
             assert reply.status_code == 404, path
         both = f"{own['model']},{foreign['model']}"
         assert (await alice.client.get(f"/runs.json?compare={both}")).status_code == 404
+
+
+async def test_a_login_counts_at_once_in_a_process_that_has_old_keys(server: Served) -> None:
+    add_key(server.store, key("alice"))
+    assert (await server.client.get("/runs.json")).status_code == 401  # the keys are read
+    text = add_key(server.store, key("bob"))
+    login = {"Cookie": f"{COOKIE}={server.front.logins.cookie(key_id_of(server, 'bob'))}"}
+    assert text
+    assert (await server.client.get("/runs.json", headers=login)).status_code == 200
+
+
+async def test_one_who_logs_in_is_led_nowhere_else(server: Served) -> None:
+    text = add_key(server.store, key("alice"))
+    for place in ("//[", "//evil.example", "/\\evil.example", "/\t/evil.example", "https://evil.example", "runs"):
+        reply = await server.client.post("/login", data={"key": text, "next": place})
+        assert (reply.status_code, reply.headers["location"]) == (303, "/"), place
+        assert (await server.client.get("/login", params={"next": place})).status_code == 200, place

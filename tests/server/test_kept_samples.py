@@ -48,6 +48,7 @@ def test_what_is_too_large_or_was_sent_again_takes_no_room() -> None:
     assert kept.newest(None, 10) == []
     for run in range(1, 30):
         kept.begin(sample(2, "a", size=400, run=run))
+    kept.end(SampleFailed("s:sample:0/2", 28, "cancelled", "user", gone=False))
     kept.end(SampleDone("s:sample:0/2", 29, b"the last"))
     assert [each.reply for each in kept.newest(None, 10)] == [b"the last"]
     KeptSamples(0).begin(sample(1, "a"))

@@ -1,6 +1,7 @@
 """The command log as pages show it, and what is kept of a run for its curves."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ def test_the_requests_of_the_first_passes_stay(store: Store) -> None:
     store.record([done(run, 4), done(run, 5)])
     assert read_first_requests(store, run) == [(2, b"seen"), (4, b"seen")]
     assert FIRST_REQUESTS == 2
+
+
+def test_a_store_that_is_told_to_keep_no_first_request_keeps_none(store: Store, tmp_path: Path) -> None:
+    run = run_of(store, "a", "local")
+    append(store, run, 1, 2, payload=b"seen")
+    with closing(Store.open(tmp_path, first_requests=0)) as other:
+        other.record([done(run, 1)])
+        assert read_first_requests(other, run) == []
+    store.record([done(run, 2)])
+    assert read_first_requests(store, run) == [(2, b"seen")]
 
 
 def test_queued_operations_have_their_position_among_those_of_all(store: Store) -> None:

@@ -6,6 +6,7 @@ What is read stays in memory while its file does not change. The files may be th
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ _FORMAT = 1
 _SUFFIX = ".jsonl.zst"
 _MOST_BYTES = 2**30
 """Most bytes of a file once it is decompressed."""
-_PIECE = 2**16
+_PIECE = 2**10
+"""Bytes that are decompressed at once, to 32 MiB at most: Zstandard packs 128 KiB into 4 bytes."""
 _KEPT_FILES = 4
 """Files whose trajectories stay in memory."""
 _KEPT_VALUES = 4096
@@ -33,19 +35,21 @@ Json = dict[str, Any]
 
 
 class KeptContents:
-    """Contents of files, until they change."""
+    """Contents of files, until they change. For any thread; one of them reads at a time."""
 
     def __init__(self, most: int) -> None:
         self._values: LRUCache[tuple[str, int, int, int], Any] = LRUCache(most)
+        self._lock = threading.Lock()
 
     def read(self, file: Path, parse: Callable[[Path], Value]) -> Value:
         """The result of `parse` for a file. Raises OSError if it cannot be read."""
         found = file.stat()
         key = str(file), found.st_ino, found.st_mtime_ns, found.st_size
-        if key not in self._values:
-            self._values[key] = parse(file)
-        value: Value = self._values[key]
-        return value
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = parse(file)
+            value: Value = self._values[key]
+            return value
 
 
 @dataclass(frozen=True)

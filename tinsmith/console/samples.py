@@ -28,7 +28,11 @@ _BYTES_BESIDE = 1024
 """Bytes of a kept sample beside its body and its reply."""
 _EXCERPT = 240
 _MOST_TOKENS = 6000
-"""Tokens of an answer, or of a prompt, that a page shows."""
+"""Tokens of a prompt, and of all answers together, that a page shows."""
+_EXCERPT_TOKENS = 1000
+"""Tokens whose text is more than an excerpt."""
+_EXCERPT_TEXTS = 8
+"""Texts of a prompt, between its images, of which an excerpt is taken."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ def samples_page(kept: Sequence[KeptSample], formats: Formats, asked: Mapping[st
             f"sort={quoted(sort)}: sort by one of {', '.join(_SORTS)}, with - in front for the smallest first"
         )
     chosen = [each for each in kept if not asked.get("model") or _weights(each) == asked["model"]]
-    rows = [_row(each, formats.get(each.base_model)) for each in chosen]
     wanted = asked.get("q", "").casefold()
+    rows = [_row(each, formats.get(each.base_model), whole=bool(wanted)) for each in chosen]
     if wanted:
         rows = [row for row in rows if any(wanted in row[name].casefold() for name in ("whole", "error"))]
     rows.sort(key=_SORTS[sort.lstrip("-")], reverse=not sort.startswith("-"))
@@ -141,19 +145,23 @@ def _chat(sample: KeptSample) -> str:
     return f"/playground?{urlencode({'model': name})}"
 
 
-def _row(sample: KeptSample, model: ChatFormat | None) -> Json:
+def _row(sample: KeptSample, model: ChatFormat | None, whole: bool) -> Json:
+    """With all text of the sample as `whole`, or an excerpt of it, which takes a tenth of the time."""
     request, reply = parse_sample_request(sample.body), tinker_pb2.SampleResponse.FromString(sample.reply)
     logprobs = [np.frombuffer(sequence.logprobs, "<f4") for sequence in reply.sequences]
     count = sum(map(len, logprobs))
-    texts = [_decoded(model, np.frombuffer(sequence.tokens, "<i4").tolist()) for sequence in reply.sequences]
-    prompt = _prompt_text(request, model)
+    texts = [
+        _decoded(model, np.frombuffer(sequence.tokens, "<i4")[: None if whole else _EXCERPT_TOKENS].tolist())
+        for sequence in (reply.sequences if whole else reply.sequences[:1])
+    ]
+    prompt = _prompt_text(request, model, whole)
     first = texts[0] if texts else ""
     return {
         **_about(sample),
         "prompt": end_of(prompt),
         "answer": first if len(first) <= _EXCERPT else first[:_EXCERPT] + "…",
         "whole": "\n".join([prompt, *texts]),
-        "answers": len(texts),
+        "answers": len(reply.sequences),
         "images": [_image_url(sample, at) for at in range(_image_count(request))][:3],
         "tokens": count,
         "logprob": float(sum(each.sum() for each in logprobs) / count) if count else None,
@@ -166,8 +174,10 @@ def _decoded(model: ChatFormat | None, tokens: Sequence[int]) -> str:
     return str(model.tokenizer.decode(tokens, skip_special_tokens=False))
 
 
-def _prompt_text(request: SampleRequest, model: ChatFormat | None) -> str:
-    return " ".join(_decoded(model, chunk.tokens.tolist()) for chunk in request.prompt if isinstance(chunk, TextChunk))
+def _prompt_text(request: SampleRequest, model: ChatFormat | None, whole: bool) -> str:
+    texts = [chunk.tokens for chunk in request.prompt if isinstance(chunk, TextChunk)]
+    shown = texts if whole else [tokens[-_EXCERPT_TOKENS:] for tokens in texts[-_EXCERPT_TEXTS:]]
+    return " ".join(_decoded(model, tokens.tolist()) for tokens in shown)
 
 
 def _image_count(request: SampleRequest) -> int:
@@ -211,7 +221,7 @@ def sample_page(sample: KeptSample, model: ChatFormat | None) -> Json:
         "prompt": list(_prompt(sample, request, model)),
         "prompt_tokens": sum(len(chunk.tokens) for chunk in request.prompt if isinstance(chunk, TextChunk)),
         "cached_tokens": reply.prompt_cache_hit_tokens,
-        "answers": [_answer(sequence, model) for sequence in reply.sequences],
+        "answers": [_answer(each, model, _MOST_TOKENS // len(reply.sequences)) for each in reply.sequences],
     }
 
 
@@ -227,10 +237,10 @@ def _prompt(sample: KeptSample, request: SampleRequest, model: ChatFormat | None
     return pieces
 
 
-def _answer(sequence: tinker_pb2.SampledSequence, model: ChatFormat | None) -> Json:
+def _answer(sequence: tinker_pb2.SampledSequence, model: ChatFormat | None, most: int) -> Json:
     tokens = np.frombuffer(sequence.tokens, "<i4")
     logprobs = np.frombuffer(sequence.logprobs, "<f4")
-    top, shown = sequence.topk_sampled_logprobs, min(len(tokens), _MOST_TOKENS)
+    top, shown = sequence.topk_sampled_logprobs, min(len(tokens), most)
     others = np.frombuffer(top.token_ids, "<i4").reshape(-1, top.k) if top.k else None
     scores = np.frombuffer(top.logprobs, "<f4").reshape(-1, top.k) if top.k else None
     spans = []

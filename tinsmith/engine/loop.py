@@ -201,7 +201,8 @@ class Engine:
         self.heartbeat = heartbeat
         self.workers = workers
         heartbeat.worker_busy_s = 0.0
-        self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
+        kept = config.server.kept_operations_mib * 2**20, config.server.kept_first_passes
+        self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, *kept)
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         models = ModelStates(workers.send)
         self.recorder = Recorder(self.store, self._recorded, config.training.max_unrecorded_mib * 2**20)

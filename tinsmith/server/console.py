@@ -3,6 +3,7 @@
 A page is a template and a function that fetches its data.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -41,11 +42,13 @@ def add_page(router: APIRouter, path: str, template: str, data: Data, json_path:
 
     async def as_json(request: Request) -> Response:
         shown = await data(front_of(request), caller_of(request), _asked(request))
-        return Response(orjson.dumps(shown, option=orjson.OPT_NON_STR_KEYS), 200, _HEADERS, "application/json")
+        content = await asyncio.to_thread(orjson.dumps, shown, option=orjson.OPT_NON_STR_KEYS)
+        return Response(content, 200, _HEADERS, "application/json")
 
     async def as_html(request: Request) -> Response:
         shown = await data(front_of(request), caller_of(request), _asked(request))
-        return html_reply(render(template, shown, viewer_of(request)))
+        # A page of many tokens takes a second
+        return html_reply(await asyncio.to_thread(render, template, shown, viewer_of(request)))
 
     async def as_stream(request: Request) -> Response:
         return _stream(request, template, data)
@@ -83,7 +86,7 @@ def _stream(request: Request, template: str, data: Data) -> Response:
         raise BackpressureError(f"{MOST_STREAMS} pages are being watched already; close some, or look again later")
 
     async def compute() -> Mapping[str, str]:
-        return render_live(template, await data(front, caller, asked), viewer)
+        return await asyncio.to_thread(render_live, template, await data(front, caller, asked), viewer)
 
     key = viewer, caller.key
     events = front.live.follow(key, compute, partial(admit_still, request))

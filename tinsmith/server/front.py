@@ -75,6 +75,8 @@ class Front:
         self.signer = UrlSigner(data_dir)
         self.applications = Applications()
         self.live = LivePages()
+        self.searching = asyncio.Lock()
+        """Held by the one search of samples that runs: it takes seconds, of threads that others need."""
         self.bodies = LargeBodies(self.tenants.knows, config.log_format)
         self.run_files = RunFiles(Path(at_home(config.server.run_files))) if config.server.run_files else None
         self._curves: LRUCache[str, tuple[asyncio.Lock, Curves]] = LRUCache(_KNOWN_CURVES)

@@ -50,11 +50,12 @@ class KeptSamples:
 
     def end(self, ended: SampleDone | SampleFailed) -> None:
         """Note how a sample has ended, if it is kept."""
-        tenant = self._running.pop(ended.request_id, "")
+        tenant = self._running.get(ended.request_id, "")
         samples = self._by_tenant.get(tenant)
         found = None if samples is None else samples.get(ended.request_id)
         if found is None or found.is_finished or found.run != ended.run:
             return
+        del self._running[ended.request_id]
         reply, error = (ended.payload, "") if isinstance(ended, SampleDone) else (b"", ended.error)
         seconds = time.time() - found.sample.began_at
         found.sample = replace(found.sample, seconds=seconds, reply=reply, error=error)

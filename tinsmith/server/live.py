@@ -7,6 +7,7 @@ look and the longer it takes: watching takes little from training, however many 
 import asyncio
 import logging
 import random
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
 from contextlib import suppress
@@ -24,7 +25,7 @@ _EVERY_S = 1.0
 _STREAMS_A_SECOND = 50
 """Streams that are written to in a second: with more, pages are computed more seldom."""
 _LEAST_REST = 20
-"""A page is computed again after so many times the time that this took: it uses 5 % of a core at most."""
+"""Pages are computed again after so many times the time that this took: all of them use 5 % of a core at most."""
 _LOOK_S = 5.0
 """Seconds after which a stream's key is looked at again, and its client told that the stream goes on; more of many."""
 
@@ -123,9 +124,10 @@ class LivePages:
             began = time.monotonic()
             with reported(TinsmithError, partial(log.info, "a page cannot be shown now: %s")):
                 page.take(await compute())
-            await asyncio.sleep(max(self._pause_s, _LEAST_REST * (time.monotonic() - began)))
+            await asyncio.sleep(max(self._pause_s, _LEAST_REST * len(self._pages) * (time.monotonic() - began)))
 
 
 def _event(name: str, content: str) -> bytes:
-    lines = "\n".join(f"data: {line}" for line in content.split("\n"))
+    # Each of these ends a line of a stream: what somebody has written must not begin an event
+    lines = "\n".join(f"data: {line}" for line in re.split("\r\n|\r|\n", content))
     return f"event: {name}\n{lines}\n\n".encode()

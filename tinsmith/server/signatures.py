@@ -6,10 +6,10 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
 import itsdangerous
+from starlette.requests import cookie_parser
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.replies import ForbiddenError
@@ -68,9 +68,10 @@ class Logins:
 
     def key_id(self, headers: Mapping[str, str]) -> str | None:
         """The key for which these headers have a cookie that `cookie` made and that has not expired."""
-        with suppress(CookieError, itsdangerous.BadSignature):
-            found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-            return None if found is None else self._signer.unsign(found.value, LOGIN_S).decode()
+        with suppress(itsdangerous.BadSignature):
+            # As browsers parse them: another program of this host may have set one that no RFC allows
+            found = cookie_parser(headers.get("cookie", "")).get(COOKIE)
+            return None if found is None else self._signer.unsign(found, LOGIN_S).decode()
         return None
 
 

@@ -87,7 +87,7 @@ class Tenants:
         text = _sent_key(headers)
         login = None if text else self._logged_in(headers)
         if login is not None:
-            key = keys.get(login)
+            key = keys.get(login) or (await self._known_keys(0.0)).get(login)
         else:
             key = find_key(keys, text) or find_key(await self._known_keys(0.0), text)
         if key is None or key.revoked_at is not None:

@@ -203,7 +203,7 @@ _DIGEST_BYTES = 32
 _ALL = 2**62
 
 FIRST_REQUESTS = 2
-"""Forward and backward passes of each run whose requests are kept as long as the run."""
+"""Forward and backward passes of each run whose requests are kept as long as the run, unless a store is told others."""
 _FIRST_SEQ_ID = 16
 """Highest seq_id of these."""
 FIRST_REQUEST_BYTES = 2**20
@@ -220,7 +220,7 @@ _KEEP_FIRST = insert(first_requests).from_select(
         .select_from(first_requests)
         .where(first_requests.c.model_id == bindparam("model"))
         .scalar_subquery()
-        < FIRST_REQUESTS,
+        < bindparam("most"),
     ),
 )
 _INSERT_METRICS = insert(run_metrics)
@@ -420,6 +420,7 @@ class _Recording:
     connection: Connection
     now: float
     keep: bool
+    first_requests: int
     applied: dict[str, int] = field(default_factory=dict)
     used: defaultdict[str, Used] = field(default_factory=lambda: defaultdict(Used))
     released: list[Released] = field(default_factory=list)
@@ -432,8 +433,8 @@ class _Recording:
         if key is None:
             raise NotFoundError(f"{outcome.request_id!r} is not a request id")
         model_id, seq_id = key
-        if outcome.result_type == "protobuf" and seq_id <= _FIRST_SEQ_ID:
-            self.connection.execute(_KEEP_FIRST, {"model": model_id, "seq": seq_id})
+        if outcome.result_type == "protobuf" and seq_id <= _FIRST_SEQ_ID and self.first_requests:
+            self.connection.execute(_KEEP_FIRST, {"model": model_id, "seq": seq_id, "most": self.first_requests})
         finish = _FINISH_AND_LEAVE if outcome.replays else _FINISH_AND_KEEP if self.keep else _FINISH_AND_DROP
         finished = self.connection.execute(finish, _finished(outcome, model_id, seq_id, self.now)).first()
         if finished is None:
@@ -467,9 +468,15 @@ class _Recording:
         return _together(self.released)
 
 
-def record(connection: Connection, outcomes: Iterable[Outcome | HistoryChange], now: float, keep: bool) -> Released:
+def record(
+    connection: Connection,
+    outcomes: Iterable[Outcome | HistoryChange],
+    now: float,
+    keep: bool,
+    first_requests: int = FIRST_REQUESTS,
+) -> Released:
     """Finish queued commands as `Store.record`; with `keep` payloads and images stay, and where an outcome says so."""
-    recording = _Recording(connection, now, keep)
+    recording = _Recording(connection, now, keep, first_requests)
     for outcome in outcomes:
         if isinstance(outcome, HistoryChange):
             recording.change(outcome)

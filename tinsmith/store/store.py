@@ -39,26 +39,33 @@ _SOON_COMPARED = 2**30
 class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
     """The methods here also write or delete images."""
 
-    def __init__(self, database: Database, blobs: BlobFiles, keep_bytes: int) -> None:
+    def __init__(self, database: Database, blobs: BlobFiles, keep_bytes: int, first_requests: int) -> None:
         """Use `Store.open`."""
         super().__init__(database)
         self.blobs = blobs
         """Images. They may be written ahead of the `append` of their command."""
         self._keep_bytes = keep_bytes
+        self._first_requests = first_requests
         self._kept_bytes: int | None = None
         """Bytes kept of finished operations, as counted here; None before that."""
         self._unused: set[bytes] = set()
         """Images to be deleted, if unused."""
 
     @classmethod
-    def open(cls, data_dir: Path, busy_s: float = BUSY_S, keep_bytes: int = 0) -> Self:
+    def open(
+        cls,
+        data_dir: Path,
+        busy_s: float = BUSY_S,
+        keep_bytes: int = 0,
+        first_requests: int = commands.FIRST_REQUESTS,
+    ) -> Self:
         """The store in `data_dir`, made if there is none. Raises ConfigError as `open_database`.
 
-        Payloads and images of finished operations stay up to `keep_bytes`; the oldest go first. Methods raise
-        StoreUnavailableError, and change nothing, if the database is locked for `busy_s` seconds or its disk is full or
-        fails.
+        Payloads and images of finished operations stay up to `keep_bytes`; the oldest go first. Payloads of each run's
+        `first_requests` passes stay with it. Methods raise StoreUnavailableError, and change nothing, if the database
+        is locked for `busy_s` seconds or its disk is full or fails.
         """
-        return cls(open_database(data_dir, busy_s), BlobFiles(data_dir), keep_bytes)
+        return cls(open_database(data_dir, busy_s), BlobFiles(data_dir), keep_bytes, first_requests)
 
     def append(self, new: Sequence[NewCommand]) -> list[bool]:
         """Append commands; True for each that is queued. If its (model_id, seq_id) is in the log, nothing changes.
@@ -87,7 +94,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         """
         now, keep = time.time(), self._keep_bytes > 0
         with self.writing() as connection:
-            released = commands.record(connection, outcomes, now, keep)
+            released = commands.record(connection, outcomes, now, keep, self._first_requests)
         self._release(released)
 
     def put_saved(self, checkpoint: Checkpoint, command: Command | None, kept: int | None = None) -> None:

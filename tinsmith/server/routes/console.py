@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -39,7 +40,6 @@ from tinsmith.server.replies import LOGIN, ForbiddenError, UnauthorizedError, js
 from tinsmith.server.signatures import COOKIE, LOGIN_S
 from tinsmith.server.tenants import Caller
 from tinsmith.store import catalog
-from tinsmith.store.commands import FIRST_REQUESTS
 from tinsmith.store.keys import list_keys
 from tinsmith.store.operations import (
     failed_operations,
@@ -143,7 +143,8 @@ async def show_batches(front: Front, caller: Caller, asked: Asked) -> dict[str, 
     model_id = asked["run_id"]
     run = await front.store.read(catalog.find_run, model_id)
     kept = await front.store.read(read_first_requests, model_id)
-    shown: dict[str, Any] = {"model_id": model_id, "most": FIRST_REQUESTS, "batches": [], "untold": ""}
+    most = front.config.server.kept_first_passes
+    shown: dict[str, Any] = {"model_id": model_id, "most": most, "batches": [], "untold": ""}
     if kept:
         try:
             chat = await front.applications.format_of(front.base_models.find(run.model.base_model))
@@ -169,9 +170,10 @@ async def curves(request: Request) -> Response:
     for model_id in model_ids:
         await require_of(front, caller, "run", model_id)
     found = [await front.curves(model_id) for model_id in model_ids]
+    drawn = [await asyncio.to_thread(each.drawn, smooth) for each in found]
     runs = [
-        {"model_id": model_id, "name": short(model_id), "steps": each.steps, "curves": each.drawn(smooth)}
-        for model_id, each in zip(model_ids, found, strict=True)
+        {"model_id": model_id, "name": short(model_id), "steps": each.steps, "curves": curves}
+        for model_id, each, curves in zip(model_ids, found, drawn, strict=True)
     ]
     return json_reply({"runs": runs, "metrics": describe_metrics(found)}, headers={"Cache-Control": "no-store"})
 
@@ -276,6 +278,10 @@ def _login_page(place: str, refusal: str, status: int = 200) -> Response:
 
 def _local(place: str) -> str:
     """A place on this server: what leads elsewhere becomes the first page."""
-    parts = urlsplit(place)
-    is_local = not parts.scheme and not parts.netloc and place.startswith("/") and not place.startswith(("//", "/\\"))
-    return quote(place, safe="/?&=%:,.~-_+") if is_local else "/"
+    if not place.startswith("/") or place.startswith(("//", "/\\")):
+        return "/"
+    with suppress(ValueError):  # such as of an address that is none
+        parts = urlsplit(place)
+        if not parts.scheme and not parts.netloc:
+            return quote(place, safe="/?&=%:,.~-_+")
+    return "/"

@@ -42,7 +42,8 @@ async def show_samples(front: Front, caller: Caller, asked: Asked) -> dict[str, 
     """The newest samples."""
     kept = await front.ask(calls.newest_samples, caller.sees, MOST_LISTED)
     formats = await _formats(front, {each.base_model for each in kept})
-    return await asyncio.to_thread(samples_page, kept, formats, asked, front.config.server.kept_sample_mib)
+    async with front.searching:
+        return await asyncio.to_thread(samples_page, kept, formats, asked, front.config.server.kept_sample_mib)
 
 
 async def show_sample(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
