@@ -111,7 +111,7 @@ def connect(home: Path, request: Request, files: Sequence[int] = ()) -> socket.s
 
 
 def accept(listener: socket.socket) -> tuple[socket.socket, Request, list[int]] | None:
-    """Accept a connection and read its request; None if whoever connected is gone, or says nothing."""
+    """Accept a connection and read its request; None if the process that connected is gone, or says nothing."""
     connection, _ = listener.accept()
     connection.settimeout(PATIENCE_S)
     files: list[int] = []

@@ -36,7 +36,7 @@ class ForkServer:
     def __init__(self, listener: socket.socket, keeper: socket.socket, libraries: str) -> None:
         """Wait at `listener` for requests of those that would import the same `libraries`.
 
-        `keeper` is the connection of whoever has started this process.
+        `keeper` is the connection of the engine that has started this process.
         """
         self._listener = listener
         self._libraries = libraries
@@ -77,7 +77,7 @@ class ForkServer:
         if request.libraries != self._libraries:
             connection.close()
         elif not request.start:
-            _write_to(files)  # whoever reads the output of an engine before may be gone, or wait for its end
+            _write_to(files)  # the output of the engine before may be read no more, or its end be waited for
             self._keepers.add(connection)
             self._selector.register(connection, selectors.EVENT_READ)
         elif self._fork(connection):
@@ -122,7 +122,7 @@ class ForkServer:
         return False
 
     def _has_ended(self, pidfd: int) -> None:
-        """Tell whoever asked for a worker how it has ended."""
+        """Tell the engine that asked for a worker how it has ended."""
         pid, connection = self._workers.pop(pidfd)
         _, status = os.waitpid(pid, 0)
         self._selector.unregister(pidfd)
