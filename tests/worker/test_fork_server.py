@@ -7,15 +7,17 @@ libraries than its engine. Also: `tests/acceptance/test_kills.py`.
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.preloaded import process_behind
+from tests.preloaded import REAL_PYTHON, process_behind
 from tinsmith.config import Config, ModelsConfig
 from tinsmith.engine.launching import WORKER, ForkedProgram, Launcher, Surroundings, WorkerProgram
 from tinsmith.models.tiny import write_tiny_model
@@ -103,6 +105,84 @@ def test_a_worker_ends_with_its_engine_even_if_it_is_stopped(launcher: Launcher,
     _wait(lambda: _has_ended(program.pid or 0))
 
 
+def test_a_worker_ends_with_its_engine_even_if_the_fork_server_is_stopped(launcher: Launcher, tmp_path: Path) -> None:
+    program = _serving(launcher, tmp_path)
+    server = _parent_of(program)
+    os.kill(server, signal.SIGSTOP)
+    program._connection.close()
+    _wait(lambda: _has_ended(program.pid or 0))
+    os.kill(server, signal.SIGCONT)
+
+
+def test_a_fork_that_fails_harms_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be too little memory for one more, while other workers serve."""
+    monkeypatch.setattr(fork_server, "_write_to", len)
+
+    def fail() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fail)
+    ours, theirs = socket.socketpair()
+    with listen(tmp_path) as listener, ours:
+        thread = threading.Thread(target=ForkServer(listener, theirs, "libraries").run)
+        thread.start()
+        for _ in range(2):
+            refused = connect(tmp_path, Request("libraries", "a worker"))
+            assert refused is not None
+            assert forking.receive_worker(refused) is None
+            refused.close()
+        ours.sendall(END)
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+
+
+def test_a_variable_may_hold_any_bytes_and_a_working_directory_may_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the engine would end whenever it starts a worker."""
+    request = Request("libraries", environment={"AUTHOR": os.fsdecode(b"J\xf6rg")})
+    with listen(tmp_path) as listener, ThreadPoolExecutor(1) as thread:
+        connected = thread.submit(connect, tmp_path, request)
+        accepted = forking.accept(listener)
+        assert accepted is not None
+        assert accepted[1] == request
+        assert digest_of_libraries({"LANG": request.environment["AUTHOR"]})
+        for connection in (accepted[0], connected.result()):
+            assert connection is not None
+            connection.close()
+    (tmp_path / "gone").mkdir()
+    start = _start(tmp_path)
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert Launcher(tmp_path)._fork(HERE, start) is None
+
+
+def test_whoever_waits_for_the_end_of_an_engines_output_waits_for_no_fork_server(tmp_path: Path) -> None:
+    """As a shell does that runs `tinsmith serve | tee log`. The next engine's output is its own then."""
+    code = (
+        "from tinsmith.worker import fork_server; fork_server.import_libraries = int; "
+        "fork_server.digest_of_libraries = lambda _: 'libraries'; fork_server.main()"
+    )
+    ours, theirs = socket.socketpair()
+    program = [REAL_PYTHON, "-c", code, str(tmp_path)]
+    with subprocess.Popen(program, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+        theirs.close()
+        _wait(lambda: connect(tmp_path, Request("of another test")))
+        ours.close()
+        assert server.stdout is not None
+        assert server.stdout.read() == b""
+        assert server.poll() is None
+        read, write = os.pipe()
+        keeper = connect(tmp_path, Request("libraries"), (write, write))
+        assert keeper is not None
+        os.close(write)
+        _wait(lambda: Path(f"/proc/{server.pid}/fd/1").samefile(f"/proc/self/fd/{read}"))
+        os.close(read)
+        keeper.sendall(END)
+        keeper.close()
+        assert server.wait(LONG_S) == 0
+
+
 def test_the_next_engine_goes_on_with_the_fork_server_and_ends_it(launcher: Launcher, tmp_path: Path) -> None:
     assert launcher._fork_server is not None
     assert launcher._keeper is not None
@@ -127,7 +207,7 @@ def test_other_libraries_are_not_forked(launcher: Launcher, tmp_path: Path) -> N
     assert not isinstance(program, ForkedProgram)
     program.kill()
     assert program.wait(LONG_S) is not None
-    assert _has_ended(server)
+    _wait(lambda: _has_ended(server))
     assert not isinstance(launcher.launch(HERE, _start(tmp_path)), ForkedProgram)
 
 
@@ -143,9 +223,11 @@ def test_libraries_are_others_when_a_file_or_a_variable_has_changed(
     os.utime(file, ns=(1, 1))
     seen.append(digest_of_libraries({}))
     (tmp_path / "packages" / "torch").mkdir()
-    seen += [digest_of_libraries({}), digest_of_libraries({"CUDA_VISIBLE_DEVICES": "1"})]
+    seen += [digest_of_libraries(given) for given in ({}, {"CUDA_VISIBLE_DEVICES": "1"}, {"HF_HUB_OFFLINE": "1"})]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {7})
+    seen.append(digest_of_libraries({}))
     assert seen[0] == seen[1]
-    assert len(set(seen[1:])) == 4
+    assert len(set(seen[1:])) == 6
 
 
 def test_workers_end_with_a_fork_server_that_is_killed_and_the_next_imports_its_libraries(
@@ -176,6 +258,7 @@ def test_a_fork_server_ends_when_it_is_told_or_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(fork_server, "ABANDONED_S", 0.05 if not said else LONG_S)
+    monkeypatch.setattr(fork_server, "_write_to", len)
     ours, theirs = socket.socketpair()
     with listen(tmp_path) as listener, ours:
         server = ForkServer(listener, theirs, "libraries")
@@ -192,8 +275,9 @@ def test_a_fork_server_ends_when_it_is_told_or_abandoned(
         assert not thread.is_alive()
 
 
-def test_what_is_no_request_is_passed_over(tmp_path: Path) -> None:
+def test_what_is_no_request_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody but its user reaches the socket, whatever the length of its path; what is cut short harms nobody."""
+    monkeypatch.setattr(fork_server, "_write_to", len)
     home = tmp_path / ("long" * 40)
     home.mkdir()
     ours, theirs = socket.socketpair()

@@ -133,7 +133,7 @@ class ForkedProgram(WorkerProgram):
 
     @property
     def exit_code(self) -> int | None:
-        if self._code is None and select.select([self._process], [], [], 0.0)[0]:
+        if self._code is None and _has_come(self._process):
             code = receive_exit_code(self._connection)
             self._code = -int(signal.SIGKILL) if code is None else code
             self._connection.close()
@@ -144,6 +144,13 @@ class ForkedProgram(WorkerProgram):
         if self._code is None:
             with suppress(ProcessLookupError):  # it has just ended
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+
+def _has_come(file: int) -> bool:
+    """Whether there is something to read; an engine may have more files than `select` takes."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class Launcher:
@@ -193,7 +200,10 @@ class Launcher:
         if self._home is None or surroundings.program != WORKER:
             return None
         environment = os.environ | dict(surroundings.variables)
-        request = Request(digest_of_libraries(environment), start.to_bytes().decode(), environment, str(Path.cwd()))
+        try:
+            request = Request(digest_of_libraries(environment), start.to_bytes().decode(), environment, str(Path.cwd()))
+        except OSError:  # the working directory is deleted, or files are being replaced
+            return None
         connection = connect(self._home, request, (1, 2))
         if connection is None:
             return None
@@ -204,12 +214,12 @@ class Launcher:
             return None
         if not self._is_kept():  # an engine before this one has started it
             self._forget()
-            self._keeper = connect(self._home, Request(request.libraries))
+            self._keeper = connect(self._home, Request(request.libraries), (1, 2))
         return ForkedProgram(connection, *forked)
 
     def _is_kept(self) -> bool:
         """Whether a fork server waits, or imports its libraries, because this process keeps it."""
-        return self._keeper is not None and not select.select([self._keeper], [], [], 0.0)[0]
+        return self._keeper is not None and not _has_come(self._keeper.fileno())
 
     def _forget(self) -> None:
         """Let go of a fork server that has ended, or will soon."""

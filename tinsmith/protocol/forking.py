@@ -5,7 +5,9 @@ keeps the fork server waiting for work, and may end it.
 """
 
 import hashlib
+import json
 import os
+import resource
 import socket
 import sys
 import sysconfig
@@ -13,8 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-import orjson
 
 SOCKET = "fork_server.sock"
 """The file of the socket in the data directory."""
@@ -26,7 +26,10 @@ END = b"."
 """What the engine says to end the fork server."""
 
 _PACKAGE = Path(__file__).parent.parent
-_VARIABLES = ("CUDA", "KMP_", "LD_", "MALLOC_", "MKL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH")
+_VARIABLES = (
+    *("CUDA", "HF_", "HUGGINGFACE_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NVIDIA_", "OMP_", "OPENBLAS_"),
+    *("PYTHON", "PYTORCH_", "TMPDIR", "TORCH", "TRANSFORMERS_", "TRITON_", "XDG_CACHE_HOME"),
+)
 """Prefixes of environment variables that libraries read while they are imported."""
 
 _LENGTH = 8
@@ -49,7 +52,11 @@ class Request:
 
 
 def digest_of_libraries(variables: Mapping[str, str]) -> str:
-    """Identify what a process imports with these environment variables, and how: Python, all packages and our code."""
+    """Identify what a process imports with these environment variables, and how: Python, all packages and our code.
+
+    What a forked worker has from the fork server and not from who asks counts too: limits and processors. Raises
+    OSError if files are being replaced.
+    """
     files = sorted(_PACKAGE.rglob("*.py"))
     packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     facts = {
@@ -57,8 +64,10 @@ def digest_of_libraries(variables: Mapping[str, str]) -> str:
         "code": [[str(file), file.stat().st_mtime_ns, file.stat().st_size] for file in files],
         "packages": [[each, Path(each).stat().st_mtime_ns] for each in sorted(packages)],
         "variables": {name: value for name, value in variables.items() if name.startswith(_VARIABLES)},
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT_" in name},
+        "processors": sorted(os.sched_getaffinity(0)),
     }
-    return hashlib.sha256(orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
@@ -92,7 +101,7 @@ def connect(home: Path, request: Request, files: Sequence[int] = ()) -> socket.s
     try:
         with _path_of(home) as path:
             connection.connect(path)
-        body = orjson.dumps(asdict(request))
+        body = json.dumps(asdict(request)).encode()  # of any bytes that a variable may hold
         socket.send_fds(connection, [len(body).to_bytes(_LENGTH, "big")], list(files))
         connection.sendall(body)
     except OSError:
@@ -102,13 +111,13 @@ def connect(home: Path, request: Request, files: Sequence[int] = ()) -> socket.s
 
 
 def accept(listener: socket.socket) -> tuple[socket.socket, Request, list[int]] | None:
-    """Accept a connection and read its request; None if whoever connected is gone, or says nothing."""
+    """Accept a connection and read its request; None if the process that connected is gone, or says nothing."""
     connection, _ = listener.accept()
     connection.settimeout(PATIENCE_S)
     files: list[int] = []
     try:
         length, files, _, _ = socket.recv_fds(connection, _LENGTH, 2)
-        return connection, Request(**orjson.loads(_read(connection, int.from_bytes(length, "big")))), files
+        return connection, Request(**json.loads(_read(connection, int.from_bytes(length, "big")))), files
     except (OSError, ValueError, TypeError):
         connection.close()
         for number in files:

@@ -9,10 +9,13 @@ It computes nothing and has no thread of its own: libraries that start threads o
 
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
+import threading
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +37,7 @@ class ForkServer:
     def __init__(self, listener: socket.socket, keeper: socket.socket, libraries: str) -> None:
         """Wait at `listener` for requests of those that would import the same `libraries`.
 
-        `keeper` is the connection of whoever has started this process.
+        `keeper` is the connection of the engine that has started this process.
         """
         self._listener = listener
         self._libraries = libraries
@@ -75,11 +78,12 @@ class ForkServer:
         if request.libraries != self._libraries:
             connection.close()
         elif not request.start:
+            _write_to(files)  # the output of the engine before may be read no more, or its end be waited for
             self._keepers.add(connection)
             self._selector.register(connection, selectors.EVENT_READ)
         elif self._fork(connection):
-            for number, file in enumerate(files, 1):
-                os.dup2(file, number)
+            _write_to(files)
+            for file in files:
                 os.close(file)
             return request
         for file in files:
@@ -87,19 +91,29 @@ class ForkServer:
         return None
 
     def _fork(self, connection: socket.socket) -> bool:
-        """Fork; returns True in the new process, which keeps nothing of this one."""
+        """Fork; returns True in the new process, which keeps nothing of this one but its connection."""
         server = os.getpid()
-        pid = os.fork()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy's threads, which it stops for a fork
+                pid = os.fork()
+        except OSError:  # there are too many processes, or too little memory: other workers go on
+            log.exception("no worker can be forked")
+            connection.close()
+            return False
         if pid == 0:
             end_with_parent()
             if os.getppid() != server:  # it had ended before
                 os._exit(1)
-            for each in [self._listener, connection, *self._keepers, *self._pidfds]:
+            for each in [self._listener, *self._keepers, *self._pidfds]:
                 each.close()
             for pidfd in self._workers:
                 os.close(pidfd)
             self._selector.close()
+            if connection.fileno() == 0:
+                connection = connection.dup()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            threading.Thread(target=_end_with_engine, args=(connection,), name="engine", daemon=True).start()
             return True
         pidfd = os.pidfd_open(pid)
         self._workers[pidfd], self._pidfds[connection] = (pid, connection), pidfd
@@ -109,7 +123,7 @@ class ForkServer:
         return False
 
     def _has_ended(self, pidfd: int) -> None:
-        """Tell whoever asked for a worker how it has ended."""
+        """Tell the engine that asked for a worker how it has ended."""
         pid, connection = self._workers.pop(pidfd)
         _, status = os.waitpid(pid, 0)
         self._selector.unregister(pidfd)
@@ -133,7 +147,24 @@ class ForkServer:
         self._keepers.remove(keeper)
         self._selector.unregister(keeper)
         keeper.close()
+        if not self._keepers:
+            with Path(os.devnull).open("wb") as nobody:  # it keeps nobody waiting for the end of its engine's output
+                _write_to([nobody.fileno()] * 2)
         return not said
+
+
+def _write_to(files: list[int]) -> None:
+    """Let these open files be the standard output and error."""
+    for number, file in enumerate(files, 1):
+        os.dup2(file, number)
+
+
+def _end_with_engine(connection: socket.socket) -> None:
+    """End this worker when its engine closes the connection, even if the fork server is stopped, and kills nobody."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    poll.poll()
+    os._exit(1)
 
 
 def main() -> int:
