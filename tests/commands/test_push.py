@@ -35,6 +35,8 @@ class Hub(ThreadingHTTPServer):
         """Whether each is private."""
         self.files: dict[str, bytes] = {}
         self.uploaded: dict[str, bytes] = {}
+        self.hangs_up_at = ""
+        """Part of the paths at which it ends connections without an answer."""
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -65,7 +67,9 @@ class HubRequest(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         content = self.body()
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if self.server.hangs_up_at and self.server.hangs_up_at in self.path:
+            self.close_connection = True
+        elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.answer({"error": "Invalid credentials"}, 401)
         elif self.path == "/api/repos/create":
             asked = json.loads(content)
@@ -206,6 +210,10 @@ def test_what_a_hub_refuses_is_said_before_anything_is_exported(hub: Hub, checkp
     ):
         done = push(hub, token, checkpoint, repository, *beside)
         assert (done.returncode, done.stderr.count("\n"), said in done.stderr) == (2, 1, True), done.stderr
+    hub.hangs_up_at = "/api/repos/create"
+    broken = push(hub, TOKEN, checkpoint, "me/kettle", *beside)
+    assert (broken.returncode, broken.stderr.count("\n")) == (2, 1), broken.stderr
+    assert "broke: Server disconnected without sending a response.; push again" in broken.stderr
     assert not hub.files
     hub.url = "http://127.0.0.1:1"
     gone = push(hub, TOKEN, checkpoint, "me/kettle", *beside)

@@ -160,7 +160,11 @@ def test_what_is_not_proven_is_refused(
         write_adapter_gguf(tmp_path / "peft", config | {"tie_word_embeddings": True}, "adapter", tmp_path)
     for changed, why in (
         ({"use_sliding_window": True}, "within a sliding window"),
+        ({"use_sliding_window": False, "layer_types": ["sliding_attention"]}, "within a sliding window"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type default and llama3, not for 'yarn'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "default and llama3, not for 'linear'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "proven for partial_rotary_factor=1, not for 0.5"),
+        ({"hidden_act": "gelu"}, "proven for hidden_act=silu, not for 'gelu'"),
     ):
         with pytest.raises(UserError, match=why):
             write_adapter_gguf(tmp_path / "peft", config | changed, "adapter", tmp_path)

@@ -15,6 +15,9 @@ from tinsmith.http_client import open_url, why_unanswered
 _ANSWER_S = 20.0
 """Seconds that a hub may take to answer."""
 
+_HTTP_ERROR: type[Exception] = next(each for each in HfHubHTTPError.__mro__ if each.__name__ == "HTTPError")
+"""What the hub's library asks with raises this where there is no reply: httpx, or its successor."""
+
 
 @contextmanager
 def _refused(repository: str) -> Iterator[None]:
@@ -27,6 +30,10 @@ def _refused(repository: str) -> Iterator[None]:
         )
         said = printable(" ".join((error.server_message or str(error)).split()))
         raise ConfigError(f"{repository}: the hub refuses (HTTP {code}): {said}; {remedy}") from error
+    except _HTTP_ERROR as error:
+        raise ConfigError(
+            f"{repository}: the connection to the hub at {HfApi().endpoint} broke: {error}; push again"
+        ) from error
     except HFValidationError as error:
         raise ConfigError(f"{repository!r} names no repository: give it as OWNER/NAME") from error
 

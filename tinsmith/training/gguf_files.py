@@ -71,7 +71,12 @@ class _Shape:
         require_gguf(model_type)
         if config.get("use_sliding_window") or (model_type == "llama" and config.get("sliding_window")):
             raise UserError("--gguf is not proven for a model that attends within a sliding window; leave it out")
-        kind = _rope(config).get("rope_type", "default")
+        if set(config.get("layer_types") or ()) - {"full_attention"}:
+            raise UserError("--gguf is not proven for a model that attends within a sliding window; leave it out")
+        for name, proven in (("hidden_act", "silu"), ("partial_rotary_factor", 1), ("mlp_bias", False)):
+            if (found := config.get(name, _rope(config).get(name, proven))) != proven:
+                raise UserError(f"--gguf is proven for {name}={proven}, not for {found!r}; leave it out")
+        kind = _rope(config).get("rope_type") or _rope(config).get("type") or "default"  # older files have `type`
         if kind not in ("default", "llama3"):
             raise UserError(f"--gguf is proven for rope_type default and llama3, not for {kind!r}; leave it out")
         return cls(
