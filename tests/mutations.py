@@ -731,8 +731,8 @@ MUTATIONS = (
     Mutation(
         "a grammar that is asked for leaves out nothing",
         "tinsmith/sampling/shaping.py",
-        "logprobs = logprobs.masked_fill(~allowed[:, : logprobs.shape[1]], -torch.inf)",
-        "pass",
+        "return logits.masked_fill(~allowed[:, : logits.shape[1]], -torch.inf)",
+        "return logits",
         ("tests/acceptance/test_openai.py::test_an_answer_is_json_of_the_format_that_is_asked_for",),
     ),
     Mutation(

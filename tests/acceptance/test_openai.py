@@ -424,6 +424,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
+    ({"extra_body": {"repetition_penalty": 1e-9}}, "repetition_penalty"),  # a logit would be no number
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 3}}}},

@@ -43,7 +43,7 @@ def accepts(model: ChatFormat) -> Callable[[str, str], bool]:
     def check(grammar: str, text: str) -> bool:
         state = grammars.begin(grammar)
         for token in [*model.tokenizer.encode(text, add_special_tokens=False).ids, end]:
-            bits = np.unpackbits(state.mask(65).view(np.uint8), bitorder="little")
+            bits = np.unpackbits(state.mask().view(np.uint8), bitorder="little")
             if not bits[token]:
                 return False
             state.add(token)
@@ -107,3 +107,57 @@ def test_a_name_that_is_no_word_is_refused(model: ChatFormat) -> None:
     for tools in wrong:
         with pytest.raises(ParameterError, match="is no name"):
             call_grammar(model, tools, 1)
+
+
+def test_a_schema_that_takes_long_is_refused(model: ChatFormat) -> None:
+    """llguidance would build a state for each remainder, for seconds or hours."""
+    model.calls = "json"
+    for schema in (
+        {"type": "integer", "multipleOf": 1000003},
+        {"type": "integer", "multipleOf": 10**400},
+        {"type": "number", "multipleOf": 1e-300},
+        {"type": "array", "items": {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 101}]}},
+    ):
+        with pytest.raises(ParameterError, match="multipleOf"):
+            json_grammar(schema)
+        with pytest.raises(ParameterError, match="multipleOf"):
+            call_grammar(model, {"f": schema}, 1)
+    json_grammar({"properties": {"price": {"multipleOf": 0.01}, "multipleOf": {"type": "integer", "multipleOf": 50}}})
+
+
+def test_tools_that_are_no_schema_are_refused(model: ChatFormat) -> None:
+    model.calls = "xml"
+    wrong: list[dict[str, Any]] = [
+        {"properties": [1]},
+        {"properties": 5},
+        {"required": 5, "properties": {"a": {}}},
+        {"properties": {"a": {"enum": 5}}},
+        {"properties": {"a": {"type": "string", "pattern": "a+"}}},
+    ]
+    for schema in wrong:
+        with pytest.raises(ParameterError):
+            check_grammar("tools", call_grammar(model, {"f": schema}, 1))
+
+
+def test_a_constant_parameter_is_obeyed(model: ChatFormat, accepts: Callable[[str, str], bool]) -> None:
+    model.calls = "xml"
+    grammar = call_grammar(model, {"weather": {"properties": {"city": {"type": "string", "const": "Bonn"}}}}, 1)
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n</function>\n</tool_call>"
+    assert accepts(grammar, text)
+    assert not accepts(grammar, text.replace("Bonn", "Köln"))
+
+
+def test_an_answer_may_end_with_the_stop_tokens_of_its_request(model: ChatFormat) -> None:
+    model.calls = "json"
+    stop = model.tokenizer.encode("a", add_special_tokens=False).ids[0]
+    state = Grammars(model.tokenizer, 2050, model.stop_ids).begin(call_grammar(model, {"now": {}}, None))
+
+    def may_stop() -> bool:
+        return bool(np.unpackbits(state.mask([stop]).view(np.uint8), bitorder="little")[stop])
+
+    assert not may_stop()
+    for token in model.tokenizer.encode(
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', add_special_tokens=False
+    ).ids:
+        state.add(token)
+    assert may_stop()

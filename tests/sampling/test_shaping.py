@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bases import DEVICE
+from tests.bases import DEVICE, write_family
+from tinsmith.chat.grammar import Grammars, json_grammar
+from tinsmith.chat.template import ChatFormat
+from tinsmith.errors import UserError
 from tinsmith.sampling.choose import Choice, choose
 from tinsmith.sampling.shaping import Shape
 from tinsmith.wire.sample import SamplingParams, Shaping
@@ -19,6 +22,13 @@ from tinsmith.wire.sample import SamplingParams, Shaping
 VOCABULARY = 300
 PROMPT = np.array([5, 7, 7, 250], np.int32)
 ANSWER = [9, 9, 9, 5, 11]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+    directory = tmp_path_factory.mktemp("qwen3")
+    write_family("qwen3", directory)
+    return ChatFormat(str(directory))
 
 
 def logits_of(seed: int, rows: int = 1) -> torch.Tensor:
@@ -114,3 +124,25 @@ def test_tokens_are_counted_once_however_often_they_are_looked_at() -> None:
         assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == {
             token: ANSWER[:end].count(token) for token in {*PROMPT.tolist(), *ANSWER[:end]}
         }
+
+
+def test_a_grammar_is_kept_to_at_any_temperature(model: ChatFormat) -> None:
+    """The tokens that it allows may be so unlikely that their log-probability is no number of 32 bits."""
+    begun = Grammars(model.tokenizer, 2050, model.stop_ids).begin(json_grammar({"type": "object"}))
+    allowed = np.unpackbits(begun.mask().view(np.uint8), bitorder="little")
+    logits = torch.randn(1, 2050, generator=torch.Generator().manual_seed(6)) * 10
+    for temperature in (0.0, 1e-40, 1e-38, 1e-3, 1.0):
+        shape = Shape(Shaping(grammar=""), PROMPT, begun.copy()).follow([])
+        how = Choice(SamplingParams(temperature=temperature), 1, 0, 0, 0, shape)
+        (found,) = choose(logits.clone().to(DEVICE), [how])
+        assert allowed[found.token], temperature
+        if temperature < 0.01:
+            assert found.token == int(logits[0].masked_fill(torch.tensor(allowed[:2050] == 0), -torch.inf).argmax())
+
+
+def test_a_grammar_that_fails_fails_where_its_sequence_is_alone(model: ChatFormat) -> None:
+    """It fails as the tokens are counted, not where a batch is drawn."""
+    grammar = json_grammar({"type": "object"})
+    shape = Shape(Shaping(grammar=grammar), PROMPT, Grammars(model.tokenizer, 2050, model.stop_ids).begin(grammar))
+    with pytest.raises(UserError, match="cannot be held"):
+        shape.follow(model.tokenizer.encode("no", add_special_tokens=False).ids)

@@ -4,12 +4,14 @@ A grammar is a text in Lark's form. llguidance reads it here and inside vLLM.
 """
 
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -18,8 +20,16 @@ from tinsmith.chat.tools import MARKS
 from tinsmith.errors import ParameterError, UserError, quoted
 
 _NAME = re.compile(r"[\w.-]+")
+_OF_STRINGS = {"pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "$ref", "not"}
+"""Keys of a JSON schema that limit a string."""
 _LONGEST = 2**17
 """Characters of a grammar."""
+_MOST_MULTIPLE = 10_000
+"""Largest common multiple of all `multipleOf`: llguidance builds as many states, whatever its limits."""
+_MOST_DIGITS = 9
+"""Digits of a `multipleOf` behind the point."""
+_LIMITS = LLParserLimits(max_lexer_states=50_000, step_lexer_fuel=50_000, precompute_large_lexemes=False)
+"""Bound the time of a step, which all running sequences share, and memory."""
 _SPACE = r"[ \n]{0,32}"
 """White space between parts of JSON. Without a limit, some models write nothing else."""
 
@@ -60,17 +70,26 @@ def _json_call(number: int, name: str, schema: Mapping[str, Any]) -> str:
 def _xml_call(number: int, name: str, schema: Mapping[str, Any]) -> list[str]:
     """Parameters come in the order of the schema."""
     parts, rules = [_text(f"<function={name}>\n")], []
-    needed = schema.get("required") or ()
-    for index, (parameter, of_value) in enumerate((schema.get("properties") or {}).items()):
+    needed, properties = schema.get("required") or [], schema.get("properties") or {}
+    if not isinstance(needed, list) or not isinstance(properties, Mapping):
+        raise ParameterError(f"tools: required of {name} is no list, or properties no object; send a JSON schema")
+    for index, (parameter, of_value) in enumerate(properties.items()):
         if not _NAME.fullmatch(parameter):
             raise ParameterError(f"tools: {quoted(parameter)} is no name of a parameter; use letters, digits, _ and -")
         rule, end = f"value{number}x{index}", _text("\n</parameter>\n")
-        if isinstance(of_value, Mapping) and of_value.get("type") == "string" and "enum" not in of_value:
+        of_value = of_value if isinstance(of_value, Mapping) else {}
+        listed = [of_value["const"]] if "const" in of_value else of_value.get("enum")
+        if isinstance(listed, list) and listed and all(isinstance(each, str) for each in listed):
+            rules.append(f"{rule}: ({' | '.join(map(_text, listed))}) {end}")
+        elif of_value.get("type") == "string" and listed is None:
+            if limits := of_value.keys() & _OF_STRINGS:
+                raise ParameterError(
+                    f"tools: {min(limits)} of {quoted(parameter)}: this model writes strings as they are, which are "
+                    "held to enum or const alone; leave it out"
+                )
             rules.append(f"{rule}[suffix={end}]: /(?s:.*)/")
-        elif isinstance(of_value, Mapping) and all(isinstance(each, str) for each in of_value.get("enum", (0,))):
-            rules.append(f"{rule}: ({' | '.join(map(_text, of_value['enum']))}) {end}")
         else:
-            rules.append(f"{rule}: {_json(of_value if isinstance(of_value, Mapping) else {})} {end}")
+            rules.append(f"{rule}: {_json(of_value)} {end}")
         part = f"({_text(f'<parameter={parameter}>' + chr(10))} {rule})"
         parts.append(part if parameter in needed else f"{part}?")
     return [f"call{number}: {' '.join(parts)} {_text('</function>')}", *rules]
@@ -82,7 +101,31 @@ def _text(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
+    found = [Decimal(str(each)) for each in _multiples(schema)]
+    digits = min([0, *(int(each.as_tuple().exponent) for each in found)])
+    if max(map(abs, found), default=0) > _MOST_MULTIPLE or digits < -_MOST_DIGITS:
+        common = math.inf
+    else:
+        common = math.lcm(*(int(each.scaleb(-digits)) for each in found))
+    if common > _MOST_MULTIPLE:
+        raise ParameterError(
+            f"multipleOf: an answer cannot be held to numbers whose common multiple is above {_MOST_MULTIPLE}; "
+            "simplify the schema"
+        )
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _SPACE}})
+
+
+def _multiples(schema: Any) -> Iterator[float]:
+    """The values of `multipleOf`, however deep."""
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            if key == "multipleOf" and isinstance(value, int | float):
+                yield value
+            else:
+                yield from _multiples(value)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _multiples(each)
 
 
 def check_grammar(parameter: str, grammar: str) -> None:
@@ -105,8 +148,11 @@ class Grammars:
 
     def begin(self, grammar: str) -> "GrammarState":
         """Return the state at the beginning of an answer. Raises UserError."""
-        state = GrammarState(LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0))
+        state = GrammarState(
+            LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=_LIMITS)
+        )
         state.check()
+        state.mask()  # what fails at once fails here, not amid a pass over the prompts of others
         return state
 
 
@@ -125,11 +171,19 @@ class GrammarState:
         self._matcher.consume_token(token)
         self.check()
 
-    def mask(self, words: int) -> NDArray[np.int32]:
-        """Return the tokens that may come next as bits, the lowest first."""
+    def mask(self, ends: Collection[int] = ()) -> NDArray[np.int32]:
+        """Return the tokens that may come next as bits, the lowest first. Raises UserError.
+
+        `ends` end the answer too, where it may end.
+        """
         found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
         self.check()
-        return found[:words]
+        if ends and self._matcher.is_accepting():
+            found = found.copy()
+            for token in ends:
+                if token < 32 * len(found):
+                    found.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        return found
 
     def check(self) -> None:
         """Raise UserError if the grammar is too large, or was left."""

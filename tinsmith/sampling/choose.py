@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from tinsmith.kernels.device import upload
 from tinsmith.kernels.dispatch import on_kernels
-from tinsmith.sampling.shaping import Shape, leave_out, penalize
+from tinsmith.sampling.shaping import Shape, keep_to_grammars, leave_unlikely, penalize
 from tinsmith.wire.sample import SamplingParams
 
 COLDEST = float(np.finfo(np.float32).tiny)
@@ -148,10 +148,12 @@ def choose_shaped(logits: Tensor, rows: Tensor, how: Sequence[Choice]) -> tuple[
     shapes = [row.shape for row in how if row.shape is not None]
     penalize(own, shapes)
     logits.index_copy_(0, rows, own)
-    logprobs = logprobs_at(own, _temperature(choice)[:, None])
-    left = leave_out(logprobs, shapes)
-    candidates = own.masked_fill(left == -torch.inf, -torch.inf)
-    left = left - left.amax(-1, keepdim=True)  # else what is left may be too unlikely for a sum
+    temperature = _temperature(choice)[:, None]
+    logprobs = logprobs_at(own, temperature)
+    candidates = keep_to_grammars(own, shapes)
+    # From the logits left: what the grammar allows may be too unlikely for a number
+    left = leave_unlikely(logprobs_at(candidates, temperature), shapes)
+    candidates = candidates.masked_fill(left == -torch.inf, -torch.inf)
     u = uniforms(choice.seed, choice.sample, choice.position, draws_needed(own.shape[1]))
     drawn = draw(truncate(candidates, left, choice.top_k, choice.top_p), u.unsqueeze(-1)).squeeze(1)
     tokens = torch.where(choice.temperature == 0, candidates.argmax(-1), drawn)

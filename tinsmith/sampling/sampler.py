@@ -144,6 +144,10 @@ class Sampler(Protocol):
         """
         ...
 
+    def prepare(self, request: SampleRequest) -> None:
+        """Do what takes long before `add`, in any thread. Raises UserError if the request can never run."""
+        ...
+
     def check_model(self, shape: LoraShape) -> None:
         """Raise UserError if a model of this shape can be trained, but not sampled."""
         ...

@@ -5,7 +5,7 @@ is launched once the tokens before are read, and batch mates change nothing.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -23,9 +23,19 @@ _WORD = 32
 class Shape:
     """Penalties, min_p and grammar of one sequence, with its tokens so far."""
 
-    def __init__(self, shaping: Shaping, prompt: NDArray[np.int32], grammar: GrammarState | None = None) -> None:
+    def __init__(
+        self,
+        shaping: Shaping,
+        prompt: NDArray[np.int32],
+        grammar: GrammarState | None = None,
+        ends: Collection[int] = (),
+    ) -> None:
+        """`ends` are tokens that end the answer, beside those that the grammar knows."""
         self.shaping = shaping
         self.grammar = grammar
+        self.ends = ends
+        self.mask: NDArray[np.int32] | None = None
+        """The tokens that the grammar allows next, as bits."""
         self._read = 0
         """Number of tokens of the answer that are counted."""
         known = np.unique(prompt) if shaping.repetition_penalty != 1 else prompt[:0]
@@ -38,7 +48,16 @@ class Shape:
 
         Returns itself.
         """
-        for token in tokens[self._read :]:
+        if self.mask is None or self._read < len(tokens):
+            self.mask = None
+            self._count(tokens[self._read :])
+            self._read = len(tokens)
+            # Here, where an error is this sequence's alone
+            self.mask = None if self.grammar is None else self.grammar.mask(self.ends)
+        return self
+
+    def _count(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
             if self.grammar is not None:
                 self.grammar.add(token)
             place = self._places.setdefault(token, len(self._tokens))
@@ -46,8 +65,6 @@ class Shape:
                 self._tokens.append(token)
                 self._counts.append(0)
             self._counts[place] += 1
-        self._read = len(tokens)
-        return self
 
     def counted(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the tokens that penalties concern, and how often the answer has each."""
@@ -77,17 +94,22 @@ def penalize(logits: Tensor, shapes: Sequence[Shape]) -> None:
     flat[places] = found - frequency * count - torch.where(count > 0, presence, 0.0)
 
 
-def leave_out(logprobs: Tensor, shapes: Sequence[Shape]) -> Tensor:
-    """Return `logprobs` [rows, vocabulary] with -inf for tokens that the row's grammar or min_p leaves out."""
-    if any(shape.grammar is not None for shape in shapes):
-        words = -(-logprobs.shape[1] // _WORD)
-        masks = np.full((len(shapes), words), -1, np.int32)
-        for mask, shape in zip(masks, shapes, strict=True):
-            if shape.grammar is not None:
-                mask[:] = shape.grammar.mask(words)
-        bits = torch.arange(_WORD, device=logprobs.device, dtype=torch.int32)
-        allowed = (upload(masks, logprobs.device).unsqueeze(-1) >> bits & 1).bool().flatten(1)  # [rows, words * 32]
-        logprobs = logprobs.masked_fill(~allowed[:, : logprobs.shape[1]], -torch.inf)
+def keep_to_grammars(logits: Tensor, shapes: Sequence[Shape]) -> Tensor:
+    """Return `logits` [rows, vocabulary] with -inf for tokens that the row's grammar does not allow."""
+    if all(shape.mask is None for shape in shapes):
+        return logits
+    words = -(-logits.shape[1] // _WORD)
+    masks = np.full((len(shapes), words), -1, np.int32)
+    for mask, shape in zip(masks, shapes, strict=True):
+        if shape.mask is not None:
+            mask[:] = shape.mask[:words]
+    bits = torch.arange(_WORD, device=logits.device, dtype=torch.int32)
+    allowed = (upload(masks, logits.device).unsqueeze(-1) >> bits & 1).bool().flatten(1)  # [rows, words * 32]
+    return logits.masked_fill(~allowed[:, : logits.shape[1]], -torch.inf)
+
+
+def leave_unlikely(logprobs: Tensor, shapes: Sequence[Shape]) -> Tensor:
+    """Return `logprobs` [rows, vocabulary] with -inf for tokens that the row's min_p leaves out."""
     least = np.array([shape.shaping.min_p for shape in shapes], np.float32)
     if not least.any():
         return logprobs

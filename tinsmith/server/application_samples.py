@@ -114,13 +114,17 @@ async def grammar_of(where: AskedWeights, asked: Conversation) -> str | None:
             f"tools: the chat template of {where.weights.facts.name} has none, or its calls have a form that is not "
             "known here; describe them in a message"
         )
-    if asked.forced_tools:
-        parameter, grammar = "tools", call_grammar(where.model, asked.forced_tools, asked.most_calls)
-    elif asked.schema_of_answer is not None:
-        parameter, grammar = "response_format", json_grammar(asked.schema_of_answer)
-    else:
+    if not asked.forced_tools and asked.schema_of_answer is None:
         return None
-    await asyncio.to_thread(check_grammar, parameter, grammar)
+    return await asyncio.to_thread(_grammar, where.model, asked)
+
+
+def _grammar(model: ChatFormat, asked: Conversation) -> str:
+    if asked.forced_tools:
+        parameter, grammar = "tools", call_grammar(model, asked.forced_tools, asked.most_calls)
+    else:
+        parameter, grammar = "response_format", json_grammar(asked.schema_of_answer or {})
+    check_grammar(parameter, grammar)
     return grammar
 
 

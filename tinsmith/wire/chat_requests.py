@@ -79,7 +79,7 @@ class _Common(StrictModel):
     """For the log."""
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[FiniteFloat, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=0.01, le=10)] | None = None
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     logit_bias: Annotated[dict[str, float] | None, only({}, "the samplers take no bias")] = None
 

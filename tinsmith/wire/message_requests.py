@@ -166,8 +166,8 @@ class TokensRequest(StrictModel):
 
     @property
     def template_options(self) -> Mapping[str, Any]:
-        """Options of the chat template: none, as the API has no name for them."""
-        return {}
+        """Options of the chat template, by the names that Qwen3 and others have for them."""
+        return {} if self.thinking is None else {"enable_thinking": False}
 
     def conversation(self) -> tuple[list[dict[str, Any]], list[tuple[str, str]], str]:
         """The messages as templates expect them, format and base64 of their images, and the answer's beginning.

@@ -104,7 +104,7 @@ class Shaping:
     """Subtracted from the logit of each token that the answer has already."""
     frequency_penalty: FiniteFloat = 0.0
     """Subtracted so many times as the answer has the token."""
-    repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=0.01)] = 1.0
     """Divides the logit of each token of prompt and answer if it is positive, and multiplies it if it is negative."""
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
     """Least probability of a token, as a share of the likeliest one's."""

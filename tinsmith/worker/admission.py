@@ -190,8 +190,8 @@ class SampleAdmission:
         size = 0
         while size < STARTED_BYTES and (message := base.next(self.has_room)) is not None:
             base.start(message, time.monotonic())
-            measure = partial(_measure, base.renderer, message)
-            if len(message.payload) > SMALL_BYTES:
+            measure = partial(_measure, base, message)
+            if len(message.payload) > SMALL_BYTES or _GRAMMAR in message.payload:
                 self._in_thread(self.rendering, base, message, measure, partial(self._render, base, message))
             else:
                 size += len(message.payload)
@@ -265,10 +265,16 @@ class SampleAdmission:
                 self._begin(base, rendered)
 
 
-def _measure(renderer: Renderer, message: Sample) -> _Measured:
+_GRAMMAR = b'"grammar":'
+"""Shows that a body may have a grammar, which can take a second to compile."""
+
+
+def _measure(base: SamplingBase, message: Sample) -> _Measured:
+    renderer = base.renderer
     request = parse_sample_request(message.payload, is_own=True)
     if request.rollout_expert_indices and not renderer.base.follows_experts:
         raise UserError(
             f"rollout_expert_indices=true, but {renderer.base.name} has no experts that can be noted; leave it out"
         )
+    base.sampler.prepare(request)
     return _Measured(replace(message, payload=b""), request, renderer.measure(request.prompt), renderer)

@@ -8,7 +8,7 @@ import gc
 import logging
 import resource
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tests.sampling.local.test_sampler import (
     sampler_of,
     tokens_of,
 )
+from tinsmith.chat.grammar import GrammarState, json_grammar
 from tinsmith.errors import UserError
 from tinsmith.kernels.device import upload
 from tinsmith.models.attention import PassPlan
@@ -40,6 +41,7 @@ from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
+from tinsmith.wire.sample import Shaping
 
 
 def neighbours(base: BaseModel, **settings: Any) -> LocalSampler:
@@ -249,3 +251,69 @@ def test_a_step_that_really_runs_out_of_memory_is_taken_back_and_changes_nothing
         if sampler.schedule.prefill_tokens < 40_000:
             return
     pytest.fail("it never had to compute less at a time")
+
+
+def test_a_grammar_that_fails_amid_an_answer_fails_alone(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with a grammar or penalties beside it get the tokens that they get without it."""
+    shapings = {
+        "object": Shaping(grammar=json_grammar({"type": "object"})),
+        "array": Shaping(grammar=json_grammar({"type": "array", "minItems": 9})),
+        "penalties": Shaping(presence_penalty=1.0),
+    }
+
+    def together(names: Iterable[str]) -> LocalSampler:
+        sampler = neighbours(text_base)
+        for name in names:
+            request = replace(ask(PARAMS), shaping=shapings[name])
+            sampler.prepare(request)
+            sampler.add(name, request, prompt_of(text_base, (20, 9)), None)
+        return sampler
+
+    expected, _ = split(together(["object", "penalties"]))
+    inner = GrammarState.mask
+
+    def mask(state: GrammarState, *arguments: Any) -> Any:
+        """Fail as a grammar that takes more time than a step has."""
+        running = [each for each in sampler.queues.running if each.shape is not None and each.shape.grammar is state]
+        if any(each.job.request_id == "array" and len(each.tokens) == 3 for each in running):
+            raise UserError("too large")
+        return inner(state, *arguments)
+
+    monkeypatch.setattr(GrammarState, "mask", mask)
+    sampler = neighbours(text_base)
+    sampler = together(shapings)
+    tokens, failures = split(sampler)
+    assert tokens == expected
+    assert failures.keys() == {"array"}
+    assert "too large" in failures["array"]
+
+
+def test_a_row_with_a_shape_is_preempted_and_goes_on_as_if_it_had_not_been(text_base: BaseModel) -> None:
+    """Its tokens are counted once, and its grammar goes on where it was."""
+    params = replace(PARAMS, max_tokens=60)
+    requests = {
+        "penalties": Shaping(frequency_penalty=-1.5, repetition_penalty=1.2),
+        "grammar": Shaping(grammar=json_grammar({"type": "array", "items": {"type": "integer"}, "minItems": 30})),
+    }
+
+    def tokens_in(blocks: int) -> tuple[dict[str, Any], int]:
+        sampler = sampler_of(text_base, blocks=blocks)
+        for name, shaping in requests.items():
+            request = replace(ask(params, num_samples=3), shaping=shaping)
+            sampler.add(name, request, prompt_of(text_base, (20, 9)), None)
+        preempted = 0
+        inner = sampler.queues.preempt
+
+        def preempt(*arguments: Any) -> Any:
+            nonlocal preempted
+            preempted += 1
+            return inner(*arguments)
+
+        sampler.queues.preempt = preempt  # type: ignore[method-assign]
+        return {name: tokens_of(result) for name, result in run(sampler).items()}, preempted
+
+    roomy, none = tokens_in(400)
+    tight, some = tokens_in(8)
+    assert not none
+    assert some
+    assert tight == roomy

@@ -19,7 +19,7 @@ from tinsmith.models.base import BaseModel, threads_for
 from tinsmith.models.batched_lora import BatchedAdapters, most_columns
 from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter
-from tinsmith.sampling.choose import Choice, choose_shaped, likeliest
+from tinsmith.sampling.choose import ROWS, Choice, choose_shaped, likeliest
 from tinsmith.sampling.local.decode_graph import StepRunner
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows, rows_of
 from tinsmith.sampling.local.device_batch import TOKEN, DeviceBatch
@@ -203,15 +203,15 @@ class Decoding:
                     how[seat.row] = seat.sequence.choice()
                 except UserError as error:
                     faults[seat.row] = error
-        if not how:
-            return faults
-        try:
-            rows = upload(np.array(list(how)), logits.device)
-            tokens, logprobs = choose_shaped(logits, rows, list(how.values()))
-            batch.drawn.index_copy_(0, rows, torch.stack([tokens.double(), logprobs.double()], dim=1))
-            batch.state[:, TOKEN].index_copy_(0, rows, tokens)
-        except (UserError, RuntimeError) as error:
-            return faults | dict.fromkeys(how, error)
+        shaped = list(how)
+        for some in (shaped[start : start + ROWS] for start in range(0, len(shaped), ROWS)):
+            try:
+                rows = upload(np.array(some), logits.device)
+                tokens, logprobs = choose_shaped(logits, rows, [how[row] for row in some])
+                batch.drawn.index_copy_(0, rows, torch.stack([tokens.double(), logprobs.double()], dim=1))
+                batch.state[:, TOKEN].index_copy_(0, rows, tokens)
+            except RuntimeError as error:
+                faults |= dict.fromkeys(some, error)
         return faults
 
     def _tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | Exception | None:

@@ -6,9 +6,9 @@ one pass, whatever their models and snapshots. `queues.py` has the sequences, `s
 
 import secrets
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
-from tinsmith.chat.grammar import Grammars
+from tinsmith.chat.grammar import Grammars, GrammarState
 from tinsmith.config import SamplingConfig
 from tinsmith.errors import UserError
 from tinsmith.memory.budget import BLOCK, CPU_CACHE, CacheShape, CacheSizes
@@ -34,6 +34,9 @@ from tinsmith.store import ids
 from tinsmith.store.records import LOCAL
 from tinsmith.wire.sample import SampleRequest
 
+_GRAMMARS = 32
+"""Compiled grammars that are kept."""
+
 
 class LocalSampler:
     """The `Sampler` of one base model in this process."""
@@ -57,6 +60,7 @@ class LocalSampler:
         outcomes = SequenceOutcomes(self.schedule)
         self.prompts = PromptPasses(base, self.schedule, outcomes, logits_chunk)
         self.decoding = Decoding(base, self.cache, self.states, places, config.eager)
+        self._begun = lru_cache(_GRAMMARS)(self._begin)
         self.steps = Lookahead(self.schedule, self.decoding, outcomes, runs_ahead=base.device.type == "cuda")
 
     def capacity(self) -> str:
@@ -91,6 +95,10 @@ class LocalSampler:
 
     def check_model(self, shape: LoraShape) -> None:
         """It samples whatever can be trained."""
+
+    def prepare(self, request: SampleRequest) -> None:
+        if request.shaping.grammar is not None:
+            self._begun(request.shaping.grammar)
 
     def add(
         self,
@@ -134,8 +142,12 @@ class LocalSampler:
         shaping = request.shaping
         if not shaping.changes:
             return lambda: None
-        begun = None if shaping.grammar is None else self._grammars.begin(shaping.grammar)
-        return lambda: Shape(shaping, rendered.token_ids, begun and begun.copy())
+        begun = None if shaping.grammar is None else self._begun(shaping.grammar)
+        ends = request.params.stop.token_ids
+        return lambda: Shape(shaping, rendered.token_ids, begun and begun.copy(), ends)
+
+    def _begin(self, grammar: str) -> GrammarState:
+        return self._grammars.begin(grammar)
 
     @cached_property
     def _grammars(self) -> Grammars:

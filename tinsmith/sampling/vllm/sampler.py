@@ -254,6 +254,9 @@ class VLLMSampler:
         """Let the servers have the GPU again. `wake` is called when they have."""
         return self.client.run(self.client.sleep_mode.wake_up(), self.wake)
 
+    def prepare(self, request: SampleRequest) -> None:
+        """Its servers do that."""
+
     def check_model(self, shape: LoraShape) -> None:
         targets = self.base.layout.covered(shape) if shape.rank else ()
         for instance in self.client.servers.instances:

@@ -29,10 +29,10 @@ router = APIRouter()
 OLDEST = "0.22.3"
 """The first SDK that can send every forward pass in protobuf."""
 NEWEST = "0.38.0"
+"""The newest SDK that was tested."""
 _MOST_NOTED = 100
 _noted: set[str] = set()
 """SDK versions that do not work, or were not tested, and that the log has named."""
-"""The newest SDK that was tested."""
 
 FLAGS_FOR_OLDER = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True, "create_model_via_load_weights": True}
 """Flags for what SDKs from 0.25.0 on do anyway: passes in protobuf, one request to create a model from a checkpoint."""
