@@ -96,7 +96,8 @@ def test_curves_join_the_parts_of_a_step_and_can_be_read_in_pieces() -> None:
 def test_curves_are_drawn_while_steps_are_added() -> None:
     """A page that is drawn in one thread meets whole steps of what another adds."""
     curves = Curves()
-    rows = [row(number, "optim_step", **{f"m{number % 7}": 1.0, "grad_norm": 0.5}) for number in range(1, 20_001)]
+    told = [json.dumps({f"m{number % 7}": 1.0, "grad_norm": 0.5}) for number in range(1, 20_001)]
+    rows = [MetricsRow(number, 100.0 + number, "optim_step", 0, each) for number, each in enumerate(told, 1)]
     adding = threading.Thread(target=curves.add, args=[rows])
     adding.start()
     while adding.is_alive():

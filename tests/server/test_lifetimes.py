@@ -69,11 +69,12 @@ async def test_a_server_that_just_started_ends_nothing(tmp_path: Path, pass_time
 
 
 async def test_a_clock_that_is_set_ends_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, later = time.time, time.monotonic() + 61
+    clock = time.time
     async with served(tmp_path, session_idle_s=60.0) as server:
         session_id = await server.new_session()
         assert await ended_now(server) == []
         await server.heartbeat(session_id)
+        later = time.monotonic() + 61
         monkeypatch.setattr(time, "time", lambda: clock() + 3600)
         assert await ended_now(server) == []
         monkeypatch.setattr(time, "time", lambda: clock() - 3600)

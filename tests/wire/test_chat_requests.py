@@ -29,7 +29,7 @@ def test_a_conversation_is_what_templates_expect() -> None:
         "annotations": [],
         "tool_calls": [call('{"a": 1}')],
     }
-    found, images = chat(
+    found, images, begun = chat(
         {"role": "developer", "content": parts},
         {"role": "user", "content": [image, *parts], "name": "me"},
         answer,
@@ -46,6 +46,7 @@ def test_a_conversation_is_what_templates_expect() -> None:
         {"role": "tool", "content": "12", "tool_call_id": "c"},
     ]
     assert images == [("png", "iVBORw0KGgo=")]
+    assert begun == ""
 
 
 @pytest.mark.parametrize("arguments", ["no json", "[1]", "[" * 5000, '"\\ud800"', '{"a": "\\ud800"}'])

@@ -62,7 +62,7 @@ def create_app(front: Front) -> FastAPI:
 
 
 async def _not_built(request: Request) -> Response:
-    if request.url.path.rfind(f"{PREFIX}/") > 0:
+    if request.url.path.rfind(f"{PREFIX}/") > 0 and not request.url.path.startswith(("/oai/", "/anthropic/")):
         base_url = str(request.base_url).rstrip("/")
         raise NotFoundError(
             f"{request.url.path} does not exist: the client adds {PREFIX} to its base_url by itself; "
