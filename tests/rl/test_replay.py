@@ -61,7 +61,7 @@ def test_the_trainer_follows_the_samplers_experts_and_measures_what_that_spares(
     assert "kl_sampler_trainer_free" not in first
     # How many tokens rounding sends to other experts depends on the processor
     assert 0 < second["kl_sampler_trainer_free"] != second["kl_sampler_trainer"]
-    assert 0 < second["gap_sampler_trainer_free"] != second["gap_sampler_trainer"]
+    assert second["gap_sampler_trainer_free"] > 0
 
 
 def test_log_probabilities_that_are_only_measured_follow_them_too(client: tinker.TrainingClient) -> None:

@@ -103,7 +103,7 @@ async def test_all_pages_together_use_a_part_of_a_core(monkeypatch: pytest.Monke
         return {"a": "1"}
 
     streams = [pages.follow(number, compute, allowed) for number in range(20)]
-    monkeypatch.setattr(live.asyncio, "sleep", note)
+    monkeypatch.setattr("tinsmith.server.live.asyncio.sleep", note)
     firsts = [asyncio.ensure_future(anext(stream)) for stream in streams]
     await asyncio.gather(*firsts)
     while len(pauses) < 20:

@@ -16,7 +16,7 @@ _ANSWER_S = 20.0
 """Seconds that a hub may take to answer."""
 
 _HTTP_ERROR: type[Exception] = next(each for each in HfHubHTTPError.__mro__ if each.__name__ == "HTTPError")
-"""What the hub's library asks with raises this where there is no reply: httpx, or its successor."""
+"""Errors of the HTTP client of the hub's library, httpx or its successor, where there is no reply."""
 
 
 @contextmanager

@@ -42,7 +42,7 @@ MEANINGS = {
     ),
     "tinsmith_stable_reinforce/drift:mean": "How far the trained policy has moved from the one that sampled.",
 }
-"""What a metric says, in plain words."""
+"""The meaning of a metric, in plain words."""
 
 
 def meaning(name: str) -> str:

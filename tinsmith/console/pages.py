@@ -164,7 +164,7 @@ def live(name: str) -> Markup:
 
 @dataclass(frozen=True)
 class Viewer:
-    """What every page says about who looks at it, and from where."""
+    """The person who looks at a page, and the page's address."""
 
     path: str
     """Path of the page, without its query."""

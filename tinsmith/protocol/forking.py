@@ -1,4 +1,4 @@
-"""How an engine asks a fork server for a worker, and hears of its end, over a Unix socket in the data directory.
+"""The protocol between an engine and a fork server: requests for workers, and their ends, over a Unix socket.
 
 Each connection is for one worker. When the engine closes it, or has ended, that worker is killed. One more connection
 keeps the fork server waiting for work, and may end it.
@@ -23,7 +23,7 @@ PATIENCE_S = 5.0
 """Seconds that either side waits for an answer which takes milliseconds; one that is stopped does not answer."""
 
 END = b"."
-"""What the engine says to end the fork server."""
+"""The byte with which an engine ends the fork server."""
 
 _PACKAGE = Path(__file__).parent.parent
 _VARIABLES = (
@@ -40,7 +40,7 @@ _CODE = 4
 
 @dataclass(frozen=True)
 class Request:
-    """What the fork server is asked for; it comes with the standard output and error of the worker."""
+    """A request of an engine; it comes with the standard output and error of the worker."""
 
     libraries: str
     """`digest_of_libraries` of who asks. Others have imported something else."""

@@ -30,7 +30,7 @@ ADAPTER, MODEL = "adapter.gguf", "model.gguf"
 """Names of the files."""
 
 _PROVEN = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama"}
-"""What llama.cpp calls the model types whose files a test has compared with it."""
+"""llama.cpp's names of the model types whose files a test has compared with it."""
 _PAIRED = {"llama"}
 """Model types whose queries and keys llama.cpp rotates in neighbouring pairs."""
 
@@ -40,7 +40,7 @@ _PRETOKENIZERS = {
     rf"{_WORDS}|\p{{N}}|{_OTHERS}": "qwen2",
     rf"{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}": "llama-bpe",
 }
-"""What llama.cpp calls the ways to split a text before byte pairs are merged, by their regular expression."""
+"""llama.cpp's names of the ways to split a text before byte pairs are merged, by their regular expression."""
 
 
 def require_gguf(model_type: str) -> None:
@@ -54,7 +54,7 @@ def require_gguf(model_type: str) -> None:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What of a model's configuration its files depend on."""
+    """The part of a model's configuration on which its files depend."""
 
     model_type: str
     layers: int
@@ -205,7 +205,7 @@ def _add_sizes(writer: "GGUFWriter", shape: _Shape) -> None:
 
 
 def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> NDArray[np.float32]:
-    """By how much each frequency is divided: not at all if it is high, by `factor` if low, in between by a mixture."""
+    """Return the divisors of the frequencies: 1 for high ones, `factor` for low ones, in between a mixture."""
     low, high, factor = (float(rope[name]) for name in ("low_freq_factor", "high_freq_factor", "factor"))
     frequencies = float(rope["rope_theta"]) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     turns = int(rope["original_max_position_embeddings"]) * frequencies / (2 * math.pi)  # within the first context

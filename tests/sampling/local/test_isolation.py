@@ -309,7 +309,7 @@ def test_a_row_with_a_shape_is_preempted_and_goes_on_as_if_it_had_not_been(text_
             preempted += 1
             return inner(*arguments)
 
-        sampler.queues.preempt = preempt  # type: ignore[method-assign]
+        sampler.queues.preempt = preempt  # type: ignore[assignment, method-assign]
         return {name: tokens_of(result) for name, result in run(sampler).items()}, preempted
 
     roomy, none = tokens_in(400)

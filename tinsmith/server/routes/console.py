@@ -115,7 +115,7 @@ def _model_ids(text: str) -> list[str]:
 
 
 def _drawn_as(asked: Asked) -> dict[str, Any]:
-    """How curves are drawn, and how they could be. Raises UserError."""
+    """Read the choices for drawing curves, and list those there are. Raises UserError."""
     query = parse_query(CurvesQuery, {name: asked[name] for name in ("smooth", "scale") if asked.get(name)})
     return {"smooth": query.smooth, "scale": query.scale, "offered": SMOOTHING}
 
