@@ -95,7 +95,8 @@ def test_losses_that_compare_with_the_sampler_follow_its_experts(service: tinker
     lengths = [datum.model_input.length for datum in data]
     assert longer.metrics[REPLAYED] == pytest.approx(np.mean([length / (length + 5) for length in lengths]))
     for ours, theirs in zip(logprobs(longer), logprobs(backward), strict=True):
-        np.testing.assert_array_equal(ours[: len(theirs)], theirs)
+        # In half precision a row of another length rounds otherwise on some processors
+        np.testing.assert_allclose(ours[: len(theirs)], theirs, rtol=0, atol=0.05)
 
 
 def test_what_others_or_the_base_have_sampled_and_changed_samples_choose_freely(service: tinker.ServiceClient) -> None:

@@ -147,7 +147,7 @@ def _chat(sample: KeptSample) -> str:
 
 def _row(sample: KeptSample, model: ChatFormat | None, whole: bool) -> Json:
     """With all text of the sample as `whole`, or an excerpt of it, which takes a tenth of the time."""
-    request, reply = parse_sample_request(sample.body), tinker_pb2.SampleResponse.FromString(sample.reply)
+    request, reply = parse_sample_request(sample.body, is_own=True), tinker_pb2.SampleResponse.FromString(sample.reply)
     logprobs = [np.frombuffer(sequence.logprobs, "<f4") for sequence in reply.sequences]
     count = sum(map(len, logprobs))
     texts = [
@@ -191,7 +191,7 @@ def _image_url(sample: KeptSample, number: int) -> str:
 
 def image_of(sample: KeptSample, number: str) -> tuple[bytes, str]:
     """The bytes and the format of an image of a prompt. Raises NotFoundError."""
-    images = [chunk for chunk in parse_sample_request(sample.body).prompt if isinstance(chunk, ImageChunk)]
+    images = [chunk for chunk in parse_sample_request(sample.body, is_own=True).prompt if isinstance(chunk, ImageChunk)]
     at = int(number) if number.isdecimal() and len(number) < 6 else len(images)
     if at >= len(images):
         raise NotFoundError(f"sample {sample.request_id} has {len(images)} images, and no image {quoted(number)}")
@@ -205,7 +205,7 @@ def image_of(sample: KeptSample, number: str) -> tuple[bytes, str]:
 
 def sample_page(sample: KeptSample, model: ChatFormat | None) -> Json:
     """One sample: its prompt with pictures, and its answers token by token."""
-    request, reply = parse_sample_request(sample.body), tinker_pb2.SampleResponse.FromString(sample.reply)
+    request, reply = parse_sample_request(sample.body, is_own=True), tinker_pb2.SampleResponse.FromString(sample.reply)
     params = request.params
     settings = {
         "temperature": params.temperature,
