@@ -329,9 +329,7 @@ def test_a_run_of_reinforcement_learning_is_that_of_one_worker(
         lines = [line for line in logged(directory) if line["step"] >= 0]
         assert all(line["kl_sampler_trainer"] < 1e-6 for line in lines)
         curves.append([line["reward"] for line in lines])
-        told_by.append(
-            [trajectory["samples"][0]["response_ids"] for step in (2, 4) for trajectory in told(directory, step)]
-        )
+        told_by.append([trajectory["samples"][0]["ids"] for step in (2, 4) for trajectory in told(directory, step)])
     alone, together = told_by
     assert len(together) == len(alone) == 32
     # Weights differ in their last bits, so a seed may rarely draw another token.
