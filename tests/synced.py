@@ -91,6 +91,10 @@ def cut(data_dir: Path, log: Path, chance: random.Random) -> int:
                 shutil.rmtree(place / name)
                 names.remove(name)
         for file in (place / name for name in files):
+            if file.is_socket():  # nobody listens there any more, whether its name is left or not
+                if chance.random() < 0.5:
+                    file.unlink()
+                continue
             size = file.stat().st_size
             least = synced.get(str(file.stat().st_ino), 0)
             if file.suffix == ".db":  # what it has in its place is in its log too
