@@ -90,25 +90,28 @@ def cut(data_dir: Path, log: Path, chance: random.Random) -> int:
                 gone += sum(file.stat().st_size for file in (place / name).rglob("*"))
                 shutil.rmtree(place / name)
                 names.remove(name)
-        for file in (place / name for name in files):
-            if file.is_socket():  # nobody listens there any more, whether its name is left or not
-                if chance.random() < 0.5:
-                    file.unlink()
-                continue
-            size = file.stat().st_size
-            least = synced.get(str(file.stat().st_ino), 0)
-            if file.suffix == ".db":  # what it has in its place is in its log too
-                least = size
-            elif file.name == "tinsmith.db-wal":
-                least = _synced_bytes(file, frames)
-            elif file.name.endswith("-shm") or (file.name not in kept and chance.random() < 0.5):
-                file.unlink()
-                gone += size
-                continue
-            left = chance.randint(min(size, least), size)
-            os.truncate(file, left)
-            gone += size - left
+        gone += sum(_cut_file(place / name, name in kept, synced, frames, chance) for name in files)
     return gone
+
+
+def _cut_file(file: Path, is_named: bool, synced: dict[str, Any], frames: dict[str, int], chance: random.Random) -> int:
+    """Cut a file, or delete it if its directory was not synced with its name; returns how many bytes go."""
+    if file.is_socket():  # nobody listens there any more, whether its name is left or not
+        if chance.random() < 0.5:
+            file.unlink()
+        return 0
+    size = file.stat().st_size
+    least = synced.get(str(file.stat().st_ino), 0)
+    if file.suffix == ".db":  # what it has in its place is in its log too
+        least = size
+    elif file.name == "tinsmith.db-wal":
+        least = _synced_bytes(file, frames)
+    elif file.name.endswith("-shm") or (not is_named and chance.random() < 0.5):
+        file.unlink()
+        return size
+    left = chance.randint(min(size, least), size)
+    os.truncate(file, left)
+    return size - left
 
 
 def _synced_bytes(log: Path, frames: dict[str, int]) -> int:

@@ -24,7 +24,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.protocol import child_process
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import ForgetCheckpoint
+from tinsmith.protocol.serving import IMPORTS, ForgetCheckpoint, Starting
 from tinsmith.protocol.work import Answer, WorkerReady
 
 
@@ -166,8 +166,8 @@ def test_a_fork_server_stands_by_when_workers_have_been_ready_for_a_while(
     with link_of_an_engine() as (_, link):
         config = Config(data_dir=str(tmp_path), server=ServerConfig(stand_by=stand_by))
         group = WorkerGroup(config, link, 2, light("ready"))
-        asked = list[Surroundings]()
-        monkeypatch.setattr(group.launcher, "stand_by", asked.append)
+        asked = list[tuple[Surroundings, bool]]()
+        monkeypatch.setattr(group.launcher, "stand_by", lambda *given: asked.append(given))
         group.start_if_due()
         deadline = time.perf_counter() + LONG_S
         while not group.is_ready:
@@ -179,10 +179,37 @@ def test_a_fork_server_stands_by_when_workers_have_been_ready_for_a_while(
             clock.passed_s += passed_s
             group.watch()
             seen.append(len(asked))
-        assert asked == [group.workers[0].surroundings]
+        assert asked == [(group.workers[0].surroundings, True)]
         assert (group.launcher._home == tmp_path) == stand_by
         group.stop(LONG_S)
     assert seen == [0, 1, 1]
+
+
+def test_a_fork_server_stands_by_while_a_large_model_is_loaded_and_hears_that_workers_are_ready(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = Clock(monkeypatch)
+    with link_of_an_engine() as (_, link):
+        group = WorkerGroup(Config(data_dir=str(tmp_path)), link, 1, light("ready"))
+        asked = list[bool]()
+        monkeypatch.setattr(group.launcher, "stand_by", lambda _, are_ready: asked.append(are_ready))
+        group.start_if_due()
+        for step in (IMPORTS, "loads tiny"):
+            group._take(0, Starting(step, []))
+            clock.passed_s += STAND_BY_S + 0.1
+            group.watch()
+            group.watch()
+            asked.append(False)
+        assert asked == [False, False, False]
+        deadline = time.perf_counter() + LONG_S
+        while not group.is_ready:
+            assert time.perf_counter() < deadline
+            link.receive(0.05)
+            group.receive()
+        clock.passed_s += STAND_BY_S + 0.1
+        group.watch()
+        assert asked[3:] == [True]
+        group.stop(LONG_S)
 
 
 @pytest.mark.parametrize(("path", "reason"), [("lost", REASON), ("follow", "the others are gone")])
@@ -314,6 +341,27 @@ def test_an_engine_whose_first_workers_cannot_start_ends_with_the_reason(tmp_pat
     why = rf"^worker [01] of 2: the .* \({REASON}\) before it could take work; its output above"
     with engine_with("lost", tmp_path, 2) as (_, engine), pytest.raises(ConfigError, match=why):
         engine.run(os.getppid())
+
+
+def test_workers_that_are_killed_before_any_was_ready_are_started_again_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "FIRST_DELAY_S", 0.0)
+    killed = list[int]()
+
+    def kill_all(engine: Engine) -> None:
+        deadline = time.monotonic() + LONG_S
+        while time.monotonic() < deadline:
+            engine.receive(0.02)
+            pid = engine.workers.workers[1].pid
+            if pid is not None and pid not in killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+    why = r"^worker 1 of 2: .* \(signal 9\) before it could take work"
+    with engine_with("loading", tmp_path, 2) as (_, engine), pytest.raises(ConfigError, match=why):
+        kill_all(engine)
+    assert len(killed) == 3
 
 
 def test_a_worker_that_ends_before_it_reads_its_configuration_ends_no_engine() -> None:

@@ -36,7 +36,7 @@ HERE = Surroundings(WORKER, {})
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     """One that has a fork server, which is ready."""
     launcher = Launcher(tmp_path)
-    launcher.stand_by(HERE)
+    launcher.stand_by(HERE, False)
     _wait(lambda: connect(tmp_path, Request("of another test")))
     yield launcher
     launcher.close()
@@ -47,6 +47,10 @@ def _wait(look: Callable[[], object]) -> None:
     while not look():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def _wait_for_output(capfd: pytest.CaptureFixture[str], text: str) -> None:
+    _wait(lambda: text in capfd.readouterr().err)
 
 
 def _start(home: Path, model: str = "empty") -> Start:
@@ -191,7 +195,7 @@ def test_the_next_engine_goes_on_with_the_fork_server_and_ends_it(launcher: Laun
     following = Launcher(tmp_path)
     program = _serving(following, tmp_path)
     assert _parent_of(program) == server
-    following.stand_by(HERE)
+    following.stand_by(HERE, False)
     assert following._fork_server is None
     program.kill()
     program.wait()
@@ -239,7 +243,7 @@ def test_workers_end_with_a_fork_server_that_is_killed_and_the_next_imports_its_
     following = launcher.launch(HERE, _start(tmp_path))
     assert not isinstance(following, ForkedProgram)
     assert following.wait(LONG_S) == 2
-    launcher.stand_by(HERE)
+    launcher.stand_by(HERE, False)
     _wait(lambda: connect(tmp_path, Request("of another test")))
 
 
@@ -251,6 +255,20 @@ def test_a_stopped_fork_server_delays_nobody_for_long(
     monkeypatch.setattr(forking, "PATIENCE_S", 0.1)
     assert not isinstance(launcher.launch(HERE, _start(tmp_path)), ForkedProgram)
     assert launcher._fork_server is None
+
+
+def test_workers_check_less_once_others_with_their_libraries_were_ready(
+    launcher: Launcher, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next engine does not know whether there were any: the fork server does."""
+    first = _serving(launcher, tmp_path)  # passes the full check
+    _wait_for_output(capfd, "passes its self-check")
+    for are_ready, says in ((False, "the quick self-check runs"), (True, "is not checked again")):
+        launcher.stand_by(HERE, are_ready)
+        program = _serving(launcher, tmp_path)
+        _wait_for_output(capfd, says)
+        program.kill()
+    first.kill()
 
 
 @pytest.mark.parametrize("said", [END, b""])

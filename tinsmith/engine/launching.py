@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.protocol.child_process import Start
-from tinsmith.protocol.forking import END, Request, connect, digest_of_libraries, receive_exit_code, receive_worker
+from tinsmith.protocol.forking import (
+    END,
+    READY,
+    Request,
+    connect,
+    digest_of_libraries,
+    receive_exit_code,
+    receive_worker,
+)
 
 log = logging.getLogger(__name__)
 
@@ -184,15 +192,22 @@ class Launcher:
         """Start a program, forked if there is a fork server that has the same libraries."""
         return self._fork(surroundings, start) or ChildProgram(surroundings, start)
 
-    def stand_by(self, surroundings: Surroundings) -> None:
-        """Start a fork server for these programs, unless one waits already."""
-        if self._home is None or surroundings.program != WORKER or self._is_kept():
+    def stand_by(self, surroundings: Surroundings, are_ready: bool) -> None:
+        """Start a fork server for these programs, unless one waits already; it is told if they are ready."""
+        if self._home is None or surroundings.program != WORKER:
             return
+        if not self._is_kept():
+            self._start_fork_server(self._home, surroundings)
+        if are_ready and self._keeper is not None:
+            with suppress(OSError):  # it has just ended
+                self._keeper.sendall(READY)
+
+    def _start_fork_server(self, home: Path, surroundings: Surroundings) -> None:
         self._forget()
         self._keeper, theirs = socket.socketpair()
         environment = os.environ | dict(surroundings.variables)
         with theirs:
-            command = [*FORK_SERVER, str(self._home.absolute())]
+            command = [*FORK_SERVER, str(home.absolute())]
             self._fork_server = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
 
     def _fork(self, surroundings: Surroundings, start: Start) -> WorkerProgram | None:

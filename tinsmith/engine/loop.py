@@ -224,7 +224,7 @@ class Engine:
     def run(self, server_pid: int) -> None:
         """Serve until told to stop, or until the server process, our parent, is gone.
 
-        Raises ConfigError if the first worker ends before it was ready.
+        Raises ConfigError if the first workers end before they were ready.
         """
         try:
             while not self.stopping and os.getppid() == server_pid:
@@ -356,7 +356,7 @@ class Engine:
     # ---- A worker's end, and ours
 
     def _worker_ended(self, reason: str) -> None:
-        if not self.workers.models:
+        if self.workers.is_hopeless:
             raise ConfigError(f"{reason} before it could take work; its output above says why")
         log.error("%s; another is started in %.0f s", reason, self.workers.wait_s)
         WORKER_RESTARTS.inc()

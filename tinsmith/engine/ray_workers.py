@@ -157,7 +157,7 @@ class RayActors(Launcher):
         self._programs.append(RayProgram(actor, said, self._wake))
         return self._programs[-1]
 
-    def stand_by(self, surroundings: Surroundings) -> None:
+    def stand_by(self, surroundings: Surroundings, are_ready: bool) -> None:
         """Nothing stands by in Ray: a worker that has ended may start on another host."""
 
     def close(self) -> None:

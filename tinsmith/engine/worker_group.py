@@ -25,11 +25,11 @@ from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.place import Place, meeting_at
-from tinsmith.protocol.serving import Starting, Status
+from tinsmith.protocol.serving import IMPORTS, Starting, Status
 from tinsmith.protocol.work import DropFiles, WorkerReady
 
 STAND_BY_S = 5.0
-"""Seconds after workers became ready until a fork server starts: its imports take time from the first steps."""
+"""Seconds until a fork server starts: its imports would take time from those that load and check small models."""
 
 LOOK_FOR_HOSTS_S = 1.0
 """Seconds between two looks whether there are hosts for workers that have none."""
@@ -58,6 +58,8 @@ class WorkerGroup:
         self.count = count
         self.models: dict[str, ModelFacts] = {}
         """Base models that all serve; empty until a group was ready."""
+        self.is_hopeless = False
+        """Whether none was ever ready, and the end of the last says that none will be."""
         self.last_messages: list[Message] = []
         """Messages of a group that has ended which `receive` did not return."""
         self._pass_tokens = [0] * count
@@ -144,7 +146,7 @@ class WorkerGroup:
             worker.watch()
         if time.monotonic() >= self._stand_by_at:
             self._stand_by_at = math.inf
-            self.launcher.stand_by(self.workers[0].surroundings)
+            self.launcher.stand_by(self.workers[0].surroundings, self.is_ready)
         found = hanging([worker.liveness for worker in self.workers])
         for worker, liveness in [(worker, worker.liveness) for worker in self.workers if worker.liveness in found]:
             why = "all wait for each other in an exchange, and nothing comes: " if liveness.last.waits else ""
@@ -176,6 +178,7 @@ class WorkerGroup:
         self.work = SharedWork(self.config, self.workers, self._pass_tokens)
         self._meeting.close()
         worker, reason = min(reasons, key=lambda end: end[0].follows)
+        self.is_hopeless = not self.models and worker.is_hopeless
         return f"{worker.place.name}: {reason}" if self.count > 1 or worker.place.host else reason
 
     def _ends(self) -> list[tuple[WorkerProcess, str]]:
@@ -191,6 +194,10 @@ class WorkerGroup:
         self._meeting.close()
         self.launcher.close()
         self.records.close()
+
+    def _stand_by_soon(self) -> None:
+        """Let a fork server stand by, so that it is there when a large model is loaded; it may be there already."""
+        self._stand_by_at = min(self._stand_by_at, time.monotonic() + STAND_BY_S)
 
     # ---- Messages
 
@@ -211,6 +218,8 @@ class WorkerGroup:
                     worker.liveness.another_went_on()
                 return self._ready()
             case Starting():
+                if message.step != IMPORTS:
+                    self._stand_by_soon()
                 return [message] if rank == 0 else []
         return self.work.take(rank, message)
 
@@ -218,7 +227,7 @@ class WorkerGroup:
         if self._told or not self.is_ready:
             return []
         self._told = True
-        self._stand_by_at = time.monotonic() + STAND_BY_S
+        self._stand_by_soon()
         if self._left:
             self.workers[0].send(DropFiles(self._left))
             self._left = []

@@ -10,7 +10,15 @@ from tinsmith.config import Config, ServerConfig
 from tinsmith.engine.launching import WORKER, Launcher, Surroundings, WorkerProgram
 from tinsmith.observing.metrics import Number
 from tinsmith.observing.spans import MOST, Span
-from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, Start, exit_text, is_stopped, next_delay_s
+from tinsmith.protocol.child_process import (
+    LAST_WORDS_S,
+    WATCH_S,
+    Start,
+    exit_text,
+    is_hopeless,
+    is_stopped,
+    next_delay_s,
+)
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
@@ -151,6 +159,9 @@ class WorkerProcess:
         """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
         self.follows = False
         """Whether the worker that has just ended did so because another had."""
+        self.starts = 0
+        self.is_hopeless = False
+        """Whether none was ever ready, and the end of the last says that none will be."""
         self.last_messages: list[Message] = []
         """Messages of a worker that has ended which `receive` did not return."""
         self._was_ready = False
@@ -186,6 +197,7 @@ class WorkerProcess:
             self.answering = Answering(self.link.take_questions(), self.answers)
         start = Start(self.link.address, self.link.keys, self.place, self.config, again=bool(self.models))
         self.process = self.launcher.launch(self.surroundings, start)
+        self.starts += 1
         self.state, self.fault, self.follows, self._was_ready = "starting", "", False, False
         self._looked_at, self.liveness = time.monotonic(), Liveness(self.config.server)
 
@@ -255,6 +267,7 @@ class WorkerProcess:
         self._close_link()
         self.state, self.liveness = "down", Liveness(self.config.server)
         self.numbers = []
+        self.is_hopeless = not self.models and is_hopeless(exit_code, self.starts)
         self._delay_s = next_delay_s(self._delay_s, self._was_ready)
         self._start_at = time.monotonic() + self._delay_s
         return reason

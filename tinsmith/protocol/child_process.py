@@ -16,6 +16,9 @@ FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
 """Between the end of a process that was never ready and the start of the next, in seconds: doubled each time."""
 
+_FIRST_STARTS = 3
+"""Processes of which one must be ready, or no more are started."""
+
 WATCH_S = 1.0
 """Seconds between two looks for heartbeats."""
 
@@ -73,6 +76,11 @@ def is_stopped(pid: int | None) -> bool:
 def next_delay_s(last_s: float, was_ready: bool) -> float:
     """Seconds until the next process is started, after a delay of `last_s` before the one that has ended."""
     return 0.0 if was_ready else min(max(FIRST_DELAY_S, 2 * last_s), LONGEST_DELAY_S)
+
+
+def is_hopeless(exit_code: int, starts: int) -> bool:
+    """Whether no process will be ready, after so many starts of which none was: one that ended by itself knows why."""
+    return exit_code >= 0 or starts >= _FIRST_STARTS
 
 
 def exit_text(exit_code: int) -> str:

@@ -24,6 +24,8 @@ PATIENCE_S = 5.0
 
 END = b"."
 """The byte with which an engine ends the fork server."""
+READY = b"!"
+"""The byte with which it says that workers with these libraries are ready, so that the next need not check as much."""
 
 _PACKAGE = Path(__file__).parent.parent
 _VARIABLES = (

@@ -79,6 +79,10 @@ class Shutdown(Message):
     """Finish the pass that is running, record it, save all models, answer Bye and exit."""
 
 
+IMPORTS = "imports its libraries"
+"""The first step of a start."""
+
+
 @dataclass(frozen=True)
 class Starting(Message):
     """A step of the start begins, of the first worker, which stands for all."""

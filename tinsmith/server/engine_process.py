@@ -19,7 +19,7 @@ import zmq
 from tinsmith.config import Config, to_tree
 from tinsmith.errors import ConfigError, EngineUnavailableError, StoreUnavailableError, reported
 from tinsmith.observing.metrics import ENGINE_RESTARTS
-from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, next_delay_s
+from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, is_hopeless, next_delay_s
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Alive, Bye, Ready, Recovering, Saving, Shutdown, Starting
@@ -102,9 +102,6 @@ def _read(file: Path) -> dict[str, float]:
 
 _DATABASE_RETRY_S = 1.0
 """Time between two attempts to write down that an engine has ended."""
-
-_FIRST_STARTS = 3
-"""Engines of which one must be ready, or the server ends. One that ends by itself before knows why: it is the last."""
 
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Waiting threads of a pass sleep: where other processes need the cores, spinning makes it ten times slower."""
@@ -189,7 +186,7 @@ class EngineProcess:
                 return
             ever_ready |= was_ready
             happened = f"the engine process ended unexpectedly ({self._fault or exit_text(exit_code)})"
-            if not ever_ready and (exit_code >= 0 or starts == _FIRST_STARTS):
+            if not ever_ready and is_hopeless(exit_code, starts):
                 raise ConfigError(f"{happened} before it could take work; its output above says why")
             ENGINE_RESTARTS.inc()
             delay_s = next_delay_s(delay_s, was_ready)

@@ -23,7 +23,7 @@ from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.questions import Questions
 from tinsmith.protocol.reports import Reports
-from tinsmith.protocol.serving import Bye, Starting
+from tinsmith.protocol.serving import IMPORTS, Bye, Starting
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Steps:
     def __init__(self, config: Config, send: Callable[[Starting], None]) -> None:
         names = list(base_model_sources(config))
         self._to_come = [
-            "imports its libraries",
+            IMPORTS,
             *(f"loads {name}" for name in names),
             *(f"checks {name}" for name in names),
             "makes room for training and sampling",

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tinsmith.logs import start_logging
 from tinsmith.protocol.child_process import Start, end_with_parent, leave_signals_to_server
-from tinsmith.protocol.forking import Request, accept, digest_of_libraries, listen, send_exit_code, send_worker
+from tinsmith.protocol.forking import READY, Request, accept, digest_of_libraries, listen, send_exit_code, send_worker
 from tinsmith.worker.__main__ import import_libraries, work
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ class ForkServer:
         self._workers = dict[int, tuple[int, socket.socket]]()
         """Process id and connection of each worker, by the file descriptor of its process."""
         self._pidfds = dict[socket.socket, int]()
+        self.were_ready = False
+        """Whether workers with these libraries have been ready."""
 
     def run(self) -> Request | None:
         """Serve until nobody needs it any more. Returns a request in the process that is to become its worker."""
@@ -140,10 +142,13 @@ class ForkServer:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def _keep(self, keeper: socket.socket) -> bool:
-        """Hear of an engine that it is gone, which others may follow; False if it said that this is the end."""
+        """Hear what an engine says, or that it is gone, which others may follow; False if it said END."""
         said = b""
         with suppress(OSError):
             said = keeper.recv(1)
+        if said == READY:
+            self.were_ready = True
+            return True
         self._keepers.remove(keeper)
         self._selector.unregister(keeper)
         keeper.close()
@@ -173,14 +178,15 @@ def main() -> int:
     start_logging("worker")
     libraries = digest_of_libraries(os.environ)  # before they are imported: they may change meanwhile
     import_libraries()
-    request = ForkServer(listen(Path(sys.argv[1])), socket.socket(fileno=0), libraries).run()
+    server = ForkServer(listen(Path(sys.argv[1])), socket.socket(fileno=0), libraries)
+    request = server.run()
     if request is None:
         return 0
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.directory)
     start = Start.from_bytes(request.start.encode())
-    return work(replace(start, again=True), os.getppid())  # workers with the same libraries have been ready before
+    return work(replace(start, again=start.again or server.were_ready), os.getppid())
 
 
 if __name__ == "__main__":
