@@ -1,18 +1,19 @@
 """Teach a vision-language model to read handwritten digits, through an unmodified Tinker SDK.
 
-    make demo          or          python examples/digits.py [--kind qwen3-vl] [--epochs 12] [--output demo-output]
+    make demo      or      python examples/digits.py [--kind qwen3-vl] [--epochs 12] [--output demo-output] [--stay]
 
 It makes a tiny random model of Qwen3-VL's architecture, or with `--kind` of another (nothing is downloaded),
 starts `tinsmith serve` with it, and fine-tunes it with LoRA on 1,500 of the 1,797 digit scans that come with
-scikit-learn. It asks the model about the other 297 scans before training and after every epoch. The functions from
-`prompt` to `fine_tune` are the Tinker script; the others prepare the data, run the server and draw the result. No
-checkpoint is saved.
+scikit-learn. It asks the model about the other 297 scans before training and after every epoch, and saves a checkpoint
+at the end. The functions from `prompt` to `fine_tune` are the Tinker script; the others prepare the data, run the
+server and draw the result. With `--stay`, as `make demo` starts it, the server goes on until Ctrl-C, to be looked at.
 """
 
 import argparse
 import contextlib
 import io
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -161,16 +162,19 @@ def progress_bar() -> Progress:
 
 
 @contextlib.contextmanager
-def running_server(model_dir: Path, output: Path) -> Iterator[str]:
-    """`tinsmith serve` on a free port, for as long as the block runs; yields its URL."""
+def running_server(model_dir: Path, output: Path) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    """`tinsmith serve` on a free port, for as long as the block runs; yields the process and its URL.
+
+    It has a process group of its own, or Ctrl-C would reach it beside `terminate`: two signals end it in haste.
+    """
     log = output / "server.log"
     command = [sys.executable, "-P", "-m", "tinsmith.cli", "serve", "--base-model", f"{MODEL}={model_dir}"]
     with log.open("w") as file:
         server = subprocess.Popen(
-            [*command, "--port", "0", "--data-dir", str(output / "data")], stdout=file, stderr=file
+            [*command, "--port", "0", "--data-dir", str(output / "data")], stdout=file, stderr=file, process_group=0
         )
     try:
-        yield wait_until_ready(server, log)
+        yield server, wait_until_ready(server, log)
     finally:
         server.terminate()
         server.wait()
@@ -233,7 +237,11 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), help="directory of the results (default: demo-output)"
     )
+    parser.add_argument("--stay", action="store_true", help="let the server go on at the end, until Ctrl-C")
     options = parser.parse_args()
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the server ends, too
     options.output.mkdir(parents=True, exist_ok=True)
     model_dir = options.output / options.kind
     if not (model_dir / "config.json").exists():
@@ -242,19 +250,25 @@ def main() -> None:
     scans = load_scans()
     training, held_out = scans[:TRAINED], scans[TRAINED:]
     console.print("starting the server")
-    with (
-        running_server(model_dir, options.output) as url,
-        tinker.ServiceClient(base_url=url, api_key="tml-demo") as service,
-    ):
-        console.print(f"fine-tuning on {len(training)} scans, {len(held_out)} held out, through {url}")
-        model = service.create_lora_training_client(base_model=MODEL).result()
-        curves = fine_tune(model, training, held_out, options.epochs)
-    image = options.output / "digits.png"
-    draw(curves, held_out, image)
-    console.print(
-        f"held-out accuracy: {curves.accuracies[0][1]:.3f} -> {curves.accuracies[-1][1]:.3f}", highlight=False
-    )
-    console.print(f"curves and answers: {image}\n{NEXT_STEPS}", highlight=False, soft_wrap=True)
+    with running_server(model_dir, options.output) as (server, url):
+        console.print(f"fine-tuning on {len(training)} scans, {len(held_out)} held out")
+        console.print(f"watch it in a browser: {url}/runs", highlight=False)
+        with tinker.ServiceClient(base_url=url, api_key="tml-demo") as service:
+            model = service.create_lora_training_client(base_model=MODEL).result()
+            curves = fine_tune(model, training, held_out, options.epochs)
+            model.save_weights_for_sampler("digits").result()
+        image = options.output / "digits.png"
+        draw(curves, held_out, image)
+        console.print(
+            f"held-out accuracy: {curves.accuracies[0][1]:.3f} -> {curves.accuracies[-1][1]:.3f}", highlight=False
+        )
+        console.print(f"curves and answers: {image}\n{NEXT_STEPS}", highlight=False, soft_wrap=True)
+        if options.stay:
+            console.print(
+                f"The server goes on until Ctrl-C: {url}/runs, {url}/playground", highlight=False, soft_wrap=True
+            )
+            with contextlib.suppress(KeyboardInterrupt):
+                server.wait()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """The demo as a user starts it, cut short."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+
+from tests.running import START_S
 
 DEMO = Path(__file__).parents[2] / "examples" / "digits.py"
 
@@ -31,3 +35,16 @@ def test_the_demo_learns_to_read_and_draws_what_it_learned(
     assert after > bound
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
     assert "tinsmith serve --base-model Qwen/" in finished.stdout
+
+
+@pytest.mark.slow  # as the other
+def test_the_demo_shows_its_run_until_it_is_stopped(tmp_path: Path) -> None:
+    command = [sys.executable, str(DEMO), "--epochs", "1", "--stay", "--output", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        line = next(line for line in demo.stdout if "goes on until" in line)
+        (run,) = httpx.get(line.split()[-2].rstrip(",") + ".json", timeout=START_S).json()["runs"]
+        assert run["checkpoint"].endswith("/sampler_weights/digits")
+        demo.send_signal(signal.SIGTERM)
+        assert demo.wait(timeout=START_S) == 0
+    assert "the engine stops" in (tmp_path / "server.log").read_text()
