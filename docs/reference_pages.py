@@ -38,6 +38,22 @@ BROUGHT = {
 """Pages of the repository outside docs/, and where they are in the site."""
 
 
+SETTINGS = """# Settings
+
+Every setting but `--base-model` has a default. It can be given in four places; each overrides those below it:
+
+1. on the command line: `--kv-cache-gib 8`;
+2. as an environment variable: `TINSMITH_KV_CACHE_GIB=8`. For an option that may be repeated, the name is in the plural
+   and the value holds several words, quoted as in a shell: `TINSMITH_BASE_MODELS="tiny=/models/tiny Qwen/Qwen3-4B"`. An
+   empty variable counts as not set;
+3. in the YAML file of `--config` or `TINSMITH_CONFIG`, by section: `sampling: {kv_cache_gib: 8}`;
+4. the default.
+
+A name that is not a setting is refused in all of them, with a suggestion. A Kubernetes service named `tinsmith` adds
+variables such as `TINSMITH_SERVICE_HOST` to every pod: set `enableServiceLinks: false` there."""
+"""What stands above the tables of settings."""
+
+
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that docs/ does not have."""
     pages = {place: (ROOT / source).read_text(encoding="utf-8") for source, place in BROUGHT.items()}
@@ -70,8 +86,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         place = BROUGHT.get(at, at.removeprefix("docs/") if at.startswith("docs/") else "")
         if place and files.get_file_from_path(place):
             return f"[{text}]({posixpath.relpath(place, posixpath.dirname(own) or '.')}{anchor})"
-        return text if "`" in text else f"{text} (`{at}`)"
+        return text if "`" in text or text == at else f"{text} (`{at}`)"
 
+    if own in sources:  # pictures, in HTML too
+        markdown = re.sub(r'(src|srcset)="docs/', r'\1="', markdown)
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s#]*)(#[^)\s]*)?\)", turned, markdown)
 
 
@@ -89,7 +107,7 @@ def commands() -> Iterator[str]:
 
 def all_settings() -> Iterator[str]:
     """Every setting with option, variable, what it takes and its default, by section."""
-    yield "# Settings\n\nEach is given as an option, a variable, or a key of its section in the file of `--config`."
+    yield SETTINGS
     sections: dict[str, list[Setting]] = {}
     for setting in settings():
         sections.setdefault(setting.path[0] if len(setting.path) > 1 else "", []).append(setting)

@@ -1,4 +1,4 @@
-"""nginx and Caddy in front of a server, with the configurations of `docs/proxies.md`: only places are put in."""
+"""nginx and Caddy in front of a server, with the configurations of `docs/how-to/team.md`: only places are put in."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ from tests.acceptance.talking import RAW_STEP, datum, text_input
 from tests.acceptance.test_keys import add_key, certificate
 from tests.running import START_S, Server
 
-PAGE = Path(__file__).parents[2] / "docs" / "proxies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "team.md"
 CERTIFICATE = "/etc/ssl/tinsmith"
 TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 POLL_S = 1.0

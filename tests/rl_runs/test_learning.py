@@ -67,7 +67,7 @@ def test_rl_gains_half_of_what_the_warm_start_misses(
 def test_the_example_of_the_documentation_learns(
     server_url: str, tmp_path: Path, curves: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (EXAMPLES.parents[1] / "docs" / "rl.md").read_text()
+    text = (EXAMPLES.parents[1] / "docs" / "start" / "first-rl-run.md").read_text()
     program, settings = re.findall(r"In `colours\.(?:py|yaml)`:\n\n```\w+\n(.*?)```", text, re.DOTALL)
     (tmp_path / "colours.py").write_text(program)
     monkeypatch.chdir(tmp_path)

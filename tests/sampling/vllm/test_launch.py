@@ -206,7 +206,7 @@ def longest(base: BaseModel, gpus: tuple[int, ...], *vllm: str, **options: Any) 
 def test_what_fits_into_a_share_is_said(
     qwen3_vl_8b: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a GPU, with the share that docs/vllm.md names.
+    """Of a GPU, with the share that docs/how-to/vllm.md names.
 
     Of two GPUs each has half of the weights, and of the heads of keys and values.
     """
