@@ -40,6 +40,16 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     assert {Path(name) for name in ("index.html", "contributing.html", "changelog.html", "benchmarks.html")} <= made
 
 
+def test_pictures_are_where_pages_look_for_them(site: Path) -> None:
+    shown = [
+        (page, picture)
+        for page in site.rglob("*.html")
+        for picture in re.findall(r'<(?:img|source)\b[^>]*\b(?:src|srcset)="?([^"> ]+)', page.read_text())
+    ]
+    assert len(shown) > 5
+    assert [(page.name, picture) for page, picture in shown if not (page.parent / picture).is_file()] == []
+
+
 def test_the_reference_has_all_there_is(site: Path) -> None:
     def page(name: str) -> str:
         return (site / "reference" / f"{name}.html").read_text()

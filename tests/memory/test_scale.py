@@ -94,3 +94,23 @@ def test_the_rows_of_mixtures_are_what_the_plan_says(
     ]
     assert plan.full_parameters is None or not plan.full_parameters.fits
     assert f"| {name} | {card} | {' | '.join([*row, '-', '-', '-'])} |" in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+def test_the_table_of_the_readme_is_a_part_of_the_first_table() -> None:
+    """Each row names the way that keeps most of a model's state on the GPU and fits."""
+    states = ["", " with `--full-state compact`", " with `--full-state compact-host`"]
+    full = rows_of(PAGE)
+    short = rows_of(PAGE.parents[1] / "README.md")
+    assert len(short) > 5
+    for row, (base, lora, all_weights) in short.items():
+        found, trains, *ways = full[row]
+        assert (base, lora) == (found, trains.rpartition(", ")[0])
+        expected = [way.rpartition(", ")[0] + state for way, state in zip(ways, states, strict=True) if way != "-"]
+        assert all_weights == (expected[0] if expected else "-"), row
+
+
+def rows_of(page: Path) -> dict[tuple[str, str], list[str]]:
+    """The other cells of each row of the first table in a page that begins with a model and a card."""
+    _, _, table = page.read_text(encoding="utf-8").partition("| model | card | base model |")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n\n")[0].splitlines()[2:]]
+    return {(row[0], row[1]): row[2:] for row in rows}
