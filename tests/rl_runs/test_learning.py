@@ -81,7 +81,7 @@ def test_the_example_of_the_documentation_learns(
         )
     )
     lines = logged(tmp_path / "out")
-    draw(curves / "colours.png", "the example of docs/rl.md", {"colours": lines})
+    draw(curves / "colours.png", "the example of docs/start/first-rl-run.md", {"colours": lines})
     before, after = evaluations(lines)[0][1], evaluations(lines)[-1][1]
     assert after - before >= (1.0 - before) / 2, (before, after)
 
