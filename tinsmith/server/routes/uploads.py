@@ -5,6 +5,7 @@ import shutil
 import time
 import uuid
 from dataclasses import asdict
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
@@ -134,7 +135,7 @@ async def _import(request: Request, front: Front, caller: Caller, upload: Upload
     facts, session_id = front.base_models.find(upload.base_model), ids.session_of(path.model_id)
     ttl_s, now, directory = await allowed_ttl(request, None), time.time(), front.files.new_place()
     shape = asdict(LoraShape(**upload.lora_config | {"seed": upload.lora_config["seed"] or 0}))
-    row = {
+    row: dict[str, Any] = {
         "tinker_path": str(path),
         "model_id": path.model_id,
         "kind": path.kind,
