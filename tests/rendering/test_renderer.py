@@ -198,7 +198,7 @@ def test_the_server_counts_an_image_as_the_processor_does(family_dir: Callable[[
     sides = [(1, 1), (1, 200), (8000, 40), (4096, 4096), *((chance.randint(1, 6000), 999) for _ in range(300))]
     for source in (str(family_dir("qwen3_vl")), str(written(tmp_path, family_dir("qwen3_vl"), changed))):
         processor = LocalProcessor(source)
-        facts = ModelFacts("a", source, "b", 1, 1, 1, 1, True, 1, processor.sizes)
+        facts = ModelFacts("a", source, "b", 1, 1, 1, 1, True, 1, *processor.sizes)
         for width, height in sides:
             header = ImageHeader(width, height)
             assert facts.image_tokens(header) == processor.tokens(header), header

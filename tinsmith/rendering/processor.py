@@ -66,7 +66,7 @@ class LocalProcessor:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Pixels of a token's edge, and the fewest and most of an image after resizing (`ModelFacts.image_tokens`)."""
+        """Pixels of a token's edge, and the fewest and most of an image after resizing."""
         size = self.processor.size
         return self.patch_size * self.merge_size, size["shortest_edge"], size["longest_edge"]
 

@@ -263,7 +263,7 @@ class Worker:
                 max_sampled=self.samples.longest(name, base.max_context),
                 takes_images=base.family.takes_images,
                 max_lora_rank=self.config.models.max_lora_rank,
-                image_sizes=() if (processor := self.renderers[name].processor) is None else processor.sizes,
+                **self.renderers[name].image_facts,
             )
             for name, base in self.bases.items()
         ]
