@@ -95,6 +95,27 @@ ENGINE_DEATH = "tests/engine/test_engine_death.py"
 MUTATIONS = (
     # ---- What is trained on
     Mutation(
+        "two texts of a conversation make a control token together",
+        "tinsmith/chat/format.py",
+        "return text if begun is None else text[: begun.start() + 1] + BREAK + text[begun.start() + 1 :]",
+        "return text",
+        ("tests/chat/test_template.py",),
+    ),
+    Mutation(
+        "references of a tool's schema lead elsewhere",
+        "tinsmith/chat/grammar.py",
+        'moved["$ref"] = place + reference[1:]',
+        'moved["$ref"] = reference',
+        ("tests/chat/test_grammar.py",),
+    ),
+    Mutation(
+        "an upload is taken for an adapter of another shape than it has",
+        "tinsmith/worker/imports.py",
+        "if found := adapter.shape.differences(wanted):",
+        "if found := wanted.differences(wanted):",
+        ("tests/acceptance/test_uploads.py",),
+    ),
+    Mutation(
         "a neighbour in memory takes the place of a tensor in its checkpoint",
         "tinsmith/training/tensor_files.py",
         "TensorFile.of({name: (tensor.dtype, tensor.shape) for name, tensor in whole.items()})",

@@ -167,8 +167,15 @@ def test_the_client_imports_what_its_project_installs_and_nothing_of_the_server(
     names = {re.split(r"[><=]", requirement)[0] for requirement in stated}
     installed = {{"pillow": "PIL", "pyyaml": "yaml", "scikit-learn": "sklearn"}.get(name, name) for name in names}
     imported = {module.split(".")[0] for path in modules(RL) for module, _ in imports(path)}
-    # transformers renders chat templates with jinja2, and does not install it
-    assert imported - {*sys.stdlib_module_names, "tinsmith_rl", "tinker_cookbook"} | {"jinja2"} == installed
+    assert imported - {*sys.stdlib_module_names, "tinsmith_rl", "tinker_cookbook"} == installed
+
+
+def test_the_client_renders_conversations_with_the_servers_file_which_imports_neither() -> None:
+    shared = PACKAGE / "chat" / "format.py"
+    assert (RL / "format.py").resolve() == shared
+    assert not [module for module, _ in imports(shared) if module.startswith("tinsmith")]
+    rendering = [path for path in modules() + modules(RL) if "apply_chat_template" in path.read_text()]
+    assert rendering == []
 
 
 @pytest.mark.parametrize("package", [PACKAGE, RL], ids=lambda package: package.name)
@@ -257,7 +264,7 @@ for module in {modules}:
 def test_no_program_imports_from_the_working_directory() -> None:
     files = [file for directory in (PACKAGE, RL, PACKAGE.parent / "examples") for file in directory.rglob("*.py")]
     started = [line for file in files for line in STARTS_PYTHON.findall(file.read_text())]
-    assert len(started) == 12
+    assert len(started) == 13
     assert [line for line in started if not any(safe in line for safe in IN_ANY_DIRECTORY)] == []
 
 

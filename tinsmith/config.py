@@ -204,6 +204,9 @@ class RequestsConfig:
     max_sample_mib: int = setting(
         64, "Maximum size of the JSON body of a sample request, with its images in base64", "MiB", 1, 1024
     )
+    max_upload_mib: int = setting(
+        4096, "Maximum size of the weights of an adapter that is uploaded (external_weights_upload_start)", "MiB", 1
+    )
     max_sample_values: int = setting(
         2**20, "Maximum number of JSON values in a sample request; each token id is one", "values", 1024
     )

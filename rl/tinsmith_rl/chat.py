@@ -1,4 +1,4 @@
-"""Turns messages into tokens: a model's chat template, and a conversation that grows turn by turn.
+"""A model's chat template for episodes, and a conversation that grows turn by turn.
 
 What the model sampled is kept as it is and never tokenized again. The environment's messages are rendered once. After
 every turn the whole conversation is rendered as a text, only to compare: if that text begins with what the model has
@@ -10,24 +10,25 @@ A rendered text contains the model's placeholder token where an image stands. Th
 plain text, for example because the model sampled them. To tell the two apart, plain text carries the character
 `ESCAPED` instead until it is tokenized.
 
-Nobody but the template and the model writes control tokens, such as the end of a turn. Where a message of the
-environment contains the characters of one, the character `BREAK` stands behind the first of them until the text is
-tokenized, as text.
+`format.py` renders and tokenizes, for applications of the server too. Its tokenizer is a copy of the one that the SDK
+gives, so that tokens are those of any other script.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, takewhile
-from typing import Any
+from itertools import takewhile
+from typing import Any, cast
 
 import numpy as np
+from jinja2 import TemplateSyntaxError
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from tinsmith_rl.env import ChatMessage, visible
-from tinsmith_rl.errors import ConfigError, UserError, foreign_code
+from tinsmith_rl.errors import ConfigError, UserError, foreign_code, translated
+from tinsmith_rl.format import ESCAPED, MessageFormat
 from tinsmith_rl.sequences import (
     EncodedImage,
     ImageProcessor,
@@ -38,10 +39,6 @@ from tinsmith_rl.sequences import (
     text_sequence,
 )
 
-ESCAPED = "\U000fdead"
-"""Stands for a placeholder that is plain text. A private-use character, which no template and no model writes."""
-BREAK = "\U000fdeae"
-"""Breaks up what would be a control token. Also a private-use character."""
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _MOST_OF_A_CHARACTER = 8
 """Tokens that are joined at most until their bytes are a character."""
@@ -75,25 +72,19 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
+        self.template = template
+        self.options = dict(options or {})
+        self.placeholder = "" if processor is None else str(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
+        self._format = self._read_format()
         # Environments repeat the same short texts, so most of them are in these caches.
-        self._tokenize = lru_cache(maxsize=4096)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
+        self._tokenize = lru_cache(maxsize=4096)(lambda text: tuple(self._format.ids(text)))
         self._text = lru_cache(maxsize=4096)(
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         )
         self._piece = lru_cache(maxsize=None)(lambda token: self._behind_a_letter((token,)))  # one for each token
-        self.template = template
-        self.options = dict(options or {})
-        if template is None and not tokenizer.chat_template:
-            raise ConfigError(
-                f"model: the tokenizer {str(tokenizer.name_or_path)!r} has no chat template; "
-                "give one with chat_template=FILE, or take a model that was trained to chat"
-            )
-        self.placeholder = "" if processor is None else str(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
-        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        control = sorted({*map(str, tokenizer.all_special_tokens), *added} - {""}, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, control)) or r"(?!)")
-        self.prefill, self.end_of_turn = self._framing()
-        """How the prompt begins an answer, such as "<think>\\n" (mostly ""), and the end-of-turn token as text.
+        with foreign_code(_cannot_render):
+            self.prefill, self.end_of_turn = self._format.framing(self.options)
+        """How the prompt begins an answer, such as "<think>\n" (mostly ""), and the end-of-turn token as text.
 
         The template puts this token behind an answer; the text is empty if the token is not special.
         """
@@ -126,8 +117,10 @@ class ChatTemplate:
 
         Raises UserError if the template leaves images out, or cannot render the messages.
         """
-        text = self._apply([self._for_template(message) for message in messages], add_generation_prompt)
-        shown = text.count(self.placeholder) if self.placeholder else 0
+        shaped = [self._for_template(message) for message in messages]
+        with foreign_code(_cannot_render):
+            text = self._format.rendered(shaped, (), self.options, add_generation_prompt)
+        shown = len(self._format.segments(text)) - 1
         if shown != len(images):
             raise UserError(f"the chat template shows {shown} of the conversation's {len(images)} images")
         return RenderedText(text, images)
@@ -137,7 +130,7 @@ class ChatTemplate:
         if not rendered.images:
             return text_sequence(self.ids(self.unescaped(rendered.text)))
         assert self.processor is not None
-        segments = rendered.text.split(self.placeholder)
+        segments = self._format.segments(rendered.text)
         parts = [text_sequence(self.ids(self.unescaped(segments[0])))]
         for image, segment in zip(rendered.images, segments[1:], strict=True):
             parts += [
@@ -148,7 +141,7 @@ class ChatTemplate:
 
     def ids(self, text: str) -> tuple[int, ...]:
         """Tokens of a text. Special tokens are recognised unless they are broken up, and none are added."""
-        return tuple(chain.from_iterable(self._tokenize(piece) for piece in text.split(BREAK)))
+        return self._tokenize(text)
 
     def decode(self, ids: list[int]) -> str:
         """Text of tokens, special tokens included."""
@@ -176,14 +169,24 @@ class ChatTemplate:
         """A text of the model, with `ESCAPED` in place of each placeholder."""
         return text.replace(self.placeholder, ESCAPED) if self.placeholder else text
 
-    def broken(self, said: Any) -> Any:
-        """A message of the environment, or a part of one, with all its control tokens broken up."""
-        if isinstance(said, str):
-            plain = said.replace(ESCAPED, "").replace(BREAK, "")
-            return self._control.sub(lambda token: token[0][0] + BREAK + token[0][1:], plain)
-        if isinstance(said, Mapping):
-            return {key: value if key in ("image", "image_url") else self.broken(value) for key, value in said.items()}
-        return [self.broken(part) for part in said] if isinstance(said, list | tuple) else said
+    def broken(self, text: str) -> str:
+        """A text of the environment with all its control tokens broken up."""
+        return str(self._format.broken(text))
+
+    def heard(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Messages of the environment with all their control tokens broken up; images are as they were."""
+        return [
+            cast(
+                ChatMessage,
+                self._format.broken({**message, "content": ""}) | {"content": self._broken_content(message["content"])},
+            )
+            for message in messages
+        ]
+
+    def _broken_content(self, content: str | list[dict[str, Any]]) -> Any:
+        if isinstance(content, str):
+            return self.broken(content)
+        return [self._format.broken(part) if part["type"] == "text" else part for part in content]
 
     def unescaped(self, text: str) -> str:
         """The inverse of `escaped`."""
@@ -196,29 +199,30 @@ class ChatTemplate:
             return {**message}
         return {**message, "content": [part if part["type"] == "text" else {"type": "image"} for part in content]}
 
-    def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        """The rendered text. Raises UserError for messages that the template refuses, or is not made for."""
-        with foreign_code(
-            lambda error: UserError(f"the chat template cannot render the messages: {type(error).__name__}: {error}")
+    def _read_format(self) -> MessageFormat:
+        found = self.template or self.tokenizer.chat_template
+        templates = found if isinstance(found, dict) else {"default": found} if found else {}
+        name = f"model: the tokenizer {str(self.tokenizer.name_or_path)!r}"
+        remedy = "give one with chat_template=FILE, or take a model that was trained to chat"
+        if "default" not in templates:
+            raise ConfigError(f"{name} has no chat template; {remedy}")
+        tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
+        if not isinstance(tokenizer, Tokenizer):
+            raise ConfigError(f"{name} has no tokenizer.json, which is needed; take the tokenizer of such a model")
+        with translated(
+            TemplateSyntaxError, lambda error: ConfigError(f"{name} has a chat template that is no Jinja: {error}")
         ):
-            rendered = self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self.options,
+            return MessageFormat(
+                Tokenizer.from_str(tokenizer.to_str()),  # transformers sets lengths in its own at every call
+                templates,
+                self.tokenizer.special_tokens_map,
+                map(str, self.tokenizer.all_special_tokens),
+                self.placeholder,
             )
-        return str(rendered)
 
-    def _framing(self) -> tuple[str, str]:
-        """(prefill, end of turn): what the template puts before and behind an answer, found by rendering one."""
-        question: list[dict[str, Any]] = [{"role": "user", "content": "question"}]
-        answered = self._apply([*question, {"role": "assistant", "content": ESCAPED}], False)
-        head, _, tail = answered.partition(ESCAPED)
-        prompt = self._apply(question, True)
-        prefill = prompt[len(head) :] if prompt.startswith(head) else ""
-        special = [str(token) for token in {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}]
-        return prefill, max((token for token in special if tail.startswith(token)), key=len, default="")
+
+def _cannot_render(error: BaseException) -> UserError:
+    return UserError(f"the chat template cannot render the messages: {type(error).__name__}: {error}")
 
 
 class Conversation:
@@ -243,7 +247,7 @@ class Conversation:
         self.template = template
         self.end_turn_after_stop_string = end_turn_after_stop_string
         self.context_turns = context_turns
-        self.messages: list[ChatMessage] = template.broken(messages)
+        self.messages: list[ChatMessage] = template.heard(messages)
         self.images: tuple[EncodedImage, ...] = tuple(map(template.image, image_sources(messages)))
         rendered = template.render(self.messages, self.images, add_generation_prompt=True)
         self._opening = tuple(self.messages)  # the messages before the first answer that the model still sees
@@ -271,7 +275,7 @@ class Conversation:
         new_images = tuple(map(self.template.image, image_sources(observations)))
         self.images += new_images
         self._answers.append(text)
-        replies: list[ChatMessage] = self.template.broken(observations)
+        replies: list[ChatMessage] = self.template.heard(observations)
         # Some templates expect the prefill in the message and some add it, so try without and with it.
         for content in dict.fromkeys((text, self.template.prefill + text)):
             answer: ChatMessage = {"role": "assistant", "content": content}

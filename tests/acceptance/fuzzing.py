@@ -232,6 +232,11 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"source_path": KEPT, "destination_project_id": "p", "ttl_seconds": 3600},
         {"source_path": KEPT, "session_id": "{session}", "model_seq_id": 8},
     ],
+    "external_weights_upload_start": [
+        {"base_model": "text", "lora_config": {"rank": 4, "seed": 1}, "destination_project_id": "p"}
+    ],
+    "external_weights_upload_finish": [{"upload_id": "0" * 32}],
+    "upload/{upload_id}/{file}": [{}],
     "training_runs/{run_id}/checkpoints/{segment}/{name}/ttl": [{"ttl_seconds": 3600}],
     "sessions/{session_id}/project": [{"project_id": "p"}],
     "sessions/search": [
@@ -258,6 +263,7 @@ PARAMETERS: dict[str, list[str]] = {
     "segment": ["weights", "sampler_weights", "external_weights"],
     "name": ["a", "kept"],
     "file": ["adapter_model.safetensors", "../checkpoint.json"],
+    "upload_id": ["0" * 32],
     "sampling_session_id": ["{sampler}", "{eye_sampler}"],
     "path": ["nothing", "api/v1/nothing"],
 }

@@ -132,8 +132,11 @@ def test_images_are_seen(client: anthropic.Anthropic, beside: openai.OpenAI) -> 
     assert found.usage.input_tokens + found.usage.cache_read_input_tokens == expected.usage.prompt_tokens
     with pytest.raises(anthropic.BadRequestError, match="shows 0 of the conversation's 1 images"):
         message(client, "text", [{"role": "user", "content": [shown]}])
-    with pytest.raises(anthropic.BadRequestError, match="leave images out"):
-        client.messages.count_tokens(model="vision", messages=[{"role": "user", "content": [shown]}])
+    talk: Any = [{"role": "user", "content": [shown, text]}]
+    counted = client.messages.count_tokens(model="vision", messages=talk)
+    assert counted.input_tokens == expected.usage.prompt_tokens
+    with pytest.raises(anthropic.BadRequestError, match="shows 0 of the conversation's 1 images"):
+        client.messages.count_tokens(model="text", messages=[{"role": "user", "content": [shown]}])
 
 
 def test_tools_are_called_and_their_results_are_read(

@@ -161,3 +161,64 @@ def test_an_answer_may_end_with_the_stop_tokens_of_its_request(model: ChatFormat
     ).ids:
         state.add(token)
     assert may_stop()
+
+
+REFERRING: dict[str, Any] = {
+    "$defs": {
+        "City": {"type": "string", "enum": ["Rome", "5"]},
+        "Node": {
+            "type": "object",
+            "properties": {"$ref": {"type": "integer"}, "next": {"$ref": "#/$defs/Node"}},
+            "required": ["$ref"],
+            "additionalProperties": False,
+        },
+    },
+    "properties": {
+        "city": {"$ref": "#/$defs/City", "description": "of a country"},
+        "path": {"$ref": "#/$defs/Node"},
+        "cities": {"type": "array", "items": {"$ref": "#/$defs/City"}},
+        "home": {"$ref": "#/properties/city"},
+        "kept": {"const": {"$ref": "#"}},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("form", ["json", "xml"])
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ({"city": "5"}, True),
+        ({"city": "Bonn"}, False),
+        ({"city": "5", "path": {"$ref": 1, "next": {"$ref": 2}}}, True),
+        ({"city": "5", "path": {"$ref": 1, "next": {"$ref": "2"}}}, False),
+        ({"city": "5", "cities": ["Rome"]}, True),
+        ({"city": "5", "cities": ["Bonn"]}, False),
+        ({"city": "5", "home": "Rome"}, True),
+        ({"city": "5", "home": "Bonn"}, False),
+        ({"city": "5", "kept": {"$ref": "#"}}, True),
+    ],
+)
+def test_references_of_a_tool_are_followed(
+    model: ChatFormat, accepts: Callable[[str, str], bool], form: CallForm, arguments: dict[str, Any], fits: bool
+) -> None:
+    model.calls, tools = form, {"f": REFERRING}
+    text = f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+    if form == "xml":
+        shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
+        written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in shown.items())
+        text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    assert accepts(call_grammar(model, tools, 1), text) is fits
+    (call,) = ToolCallStream(form, tools).add(text)
+    assert isinstance(call, ToolCall)
+    assert json.loads(call.arguments) == arguments
+
+
+@pytest.mark.parametrize("form", ["json", "xml"])
+@pytest.mark.parametrize("reference", ["#/$defs/None", "http://x/y", "#a"])
+def test_a_reference_to_nothing_is_refused(model: ChatFormat, form: CallForm, reference: str) -> None:
+    model.calls = form
+    schema: dict[str, Any] = {"properties": {"a": {"$ref": reference}}}
+    with pytest.raises(ParameterError, match=r"^tools: an answer cannot be held to this schema"):
+        check_grammar("tools", call_grammar(model, {"f": schema}, 1))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tinsmith.chat.template import BREAK, ChatFormat
+from tinsmith.chat.format import BREAK
+from tinsmith.chat.template import ChatFormat
 from tinsmith.errors import UserError
 
 TOOLS_TEMPLATE = Path(__file__).with_name("tools.jinja")

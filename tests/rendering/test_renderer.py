@@ -8,6 +8,7 @@ Invariant: Token ids and pixel values equal the HF processor's; a placeholder th
 import io
 import itertools
 import json
+import random
 import shutil
 import threading
 from collections import Counter
@@ -31,12 +32,14 @@ from tinsmith.config import ImagesConfig
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.vision_tower import ImageInput
+from tinsmith.protocol.facts import ModelFacts
 from tinsmith.rendering import renderer as rendering
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.processor import LocalProcessor
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+from tinsmith.wire.images import ImageHeader
 
 PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is this?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -187,6 +190,20 @@ def test_the_header_alone_tells_how_many_tokens_a_image_takes(
         measured = render.measure([image(7, width, height)])
         assert len(measured) == len(render.render_measured(measured))
         assert measured.pixels == {image(7, width, height).sha256: width * height}
+
+
+def test_the_server_counts_an_image_as_the_processor_does(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    changed: dict[str, Any] = {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}
+    chance = random.Random(0)
+    sides = [(1, 1), (1, 200), (8000, 40), (4096, 4096), *((chance.randint(1, 6000), 999) for _ in range(300))]
+    for source in (str(family_dir("qwen3_vl")), str(written(tmp_path, family_dir("qwen3_vl"), changed))):
+        processor = LocalProcessor(source)
+        facts = ModelFacts("a", source, "b", 1, 1, 1, 1, True, 1, *processor.sizes)
+        for width, height in sides:
+            header = ImageHeader(width, height)
+            assert facts.image_tokens(header) == processor.tokens(header), header
+        with pytest.raises(UserError, match="is too narrow"):
+            facts.image_tokens(ImageHeader(1, 201))
 
 
 def test_images_beyond_the_context_or_the_limit_are_refused_before_any_is_decoded(

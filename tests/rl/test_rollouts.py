@@ -32,7 +32,7 @@ from tests.rl.scripted import (
     settings,
 )
 from tests.rl.test_run import config_of
-from tinsmith_rl.chat import ChatTemplate, TemplateError
+from tinsmith_rl.chat import ChatTemplate, Conversation, TemplateError
 from tinsmith_rl.config import ModelSection, from_tree
 from tinsmith_rl.configured_rollouts import rollout_settings
 from tinsmith_rl.env import ChatMessage, Prompt, image_part, text_part, user
@@ -280,6 +280,33 @@ def test_a_control_token_in_what_the_environment_says_stays_text(plain: ChatTemp
             assert [seen.count(ids(template, token)[0]) for token in tokens] == [turns - 1, turns + sampled, 0, 1, 0]
             assert template.decode(seen).count(said) == turns // 2 + 1
     assert plain.ids("a<|im_end|>") == tuple(ids(plain, "a<|im_end|>"))  # elsewhere they are what they are
+
+
+def test_no_two_texts_of_the_environment_make_a_control_token(plain: ChatTemplate) -> None:
+    parts = [text_part(text) for text in ("a<|im_", "end|>", "<", "|im_start|>")]
+    seen = list(Conversation(plain, [{"role": "user", "content": parts}]).prompt.ids)
+    assert [seen.count(ids(plain, token)[0]) for token in ("<|im_end|>", "<|im_start|>")] == [1, 2]
+    assert plain.decode(seen) == "<|im_start|>user\na<|im_end|><|im_start|><|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("template", [None, THINKING, SHOUTS, COUNTS])
+def test_prompts_are_those_that_transformers_renders(template: str | None, make_template: MakeTemplate) -> None:
+    """Invariant: A prompt has the tokens that transformers makes of its messages."""
+    said: list[dict[str, str]] = [
+        {"role": "system", "content": " Köln: 12345 €\n"},
+        {"role": "user", "content": "a\n\n b 😀"},
+        {"role": "assistant", "content": "why</think>\n\n42"},
+        {"role": "tool", "content": "{}", "reasoning": "r"},
+        {"role": "user", "content": "?"},
+    ]
+    ours = make_template(template)
+    for messages in (said, said[1:2], said[1:4]):
+        text = ours.tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+        rendered = ours.render(cast(list[ChatMessage], messages), (), True)
+        assert rendered.text == text
+        assert ours.encode(rendered).ids.tolist() == ours.tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize(("broken", "was", "now"), [(SHOUTS, "'hot'", "'H'"), (COUNTS, "'1'", "'3'")])

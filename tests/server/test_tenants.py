@@ -39,7 +39,7 @@ KINDS = ("weights", "sampler_weights", "external_weights")
 IN_PATHS = {"session_id": "{session}", "run_id": "{model}", "sampling_session_id": "{sampler}", "name": "kept"}
 IN_PATHS |= {"file:path": "weights", "path:path": "nothing", "name:path": "live:{model}", "seq_id": "0"}
 IN_PATHS |= {"owner": "{sampler}", "number": "1", "image": "0"}
-IN_PATHS |= dict.fromkeys(("run", "file", "group", "member"), "0")
+IN_PATHS |= dict.fromkeys(("run", "upload_id", "file", "group", "member"), "0")
 WITHOUT_JSON = {"{path:path}", "login", "logout"}
 SIGNATURE = "?expires=4000000000&signature=x"
 SAME_FOR_ALL = {"telemetry", "create_custom_loss", "sessions/search", "checkpoints/search"}
@@ -132,7 +132,7 @@ def filled(text: str, things: Mapping[str, str]) -> str:
 
 async def send(server: Served, method: str, path: str, body: Any, things: Mapping[str, str]) -> httpx.Response:
     place = f"{'' if path.startswith(OUTSIDE) else PREFIX}/{quote(filled(path, things))}"
-    if path.startswith(("download", "trace/")):
+    if path.startswith(("download", "trace/", "upload/")):
         place += SIGNATURE
     if body == "protobuf":
         return await server.client.post(place, content=forward_backward_body(things["model"], 1), headers=PROTOBUF)
@@ -383,3 +383,14 @@ async def test_sessions_belong_to_the_tenant_and_project_of_their_key(tmp_path: 
         session = await alice.new_session()
         found = await alice.answer("sessions/search", {"session_id": session})
         assert [(each["owner"], each["project_id"]) for each in found["sessions"]] == [("alice", "vision")]
+
+
+async def test_an_upload_is_finished_by_its_tenant_alone(server: Served) -> None:
+    texts = [add_key(server.store, key(name)) for name in ("alice", "bob")]
+    async with speaking(server, texts[0]) as alice, speaking(server, texts[1]) as bob:
+        begun = await alice.answer("external_weights_upload_start", {"base_model": "tiny", "lora_config": {"rank": 4}})
+        asked = {"upload_id": begun["upload_id"]}
+        foreign = await bob.refusal("external_weights_upload_finish", asked, 404)
+        absent = await bob.refusal("external_weights_upload_finish", {"upload_id": "0" * 32}, 404)
+        assert foreign.replace(begun["upload_id"], "0" * 32) == absent
+        assert "is not there" in await alice.refusal("external_weights_upload_finish", asked, 400)

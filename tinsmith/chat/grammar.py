@@ -16,12 +16,18 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tinsmith.chat.template import ChatFormat
-from tinsmith.chat.tools import MARKS
+from tinsmith.chat.tools import MARKS, followed
 from tinsmith.errors import ParameterError, UserError, quoted
 
 _NAME = re.compile(r"[\w.-]+")
 _OF_STRINGS = {"pattern", "format", "minLength", "maxLength", "allOf", "anyOf", "oneOf", "$ref", "not"}
 """Keys of a JSON schema that limit a string."""
+_ARGUMENTS, _ROOT = "#/properties/arguments", "#/$defs/root"
+"""Places of the schema of a tool's arguments in that of a call, and in that of one parameter."""
+_BY_NAME = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+"""Keys of a JSON schema behind which schemas stand by name."""
+_VALUES = {"const", "enum", "default", "examples"}
+"""Keys of a JSON schema behind which values stand."""
 _LONGEST = 2**17
 """Characters of a grammar."""
 _MOST_MULTIPLE = 10_000
@@ -60,7 +66,7 @@ def call_grammar(model: ChatFormat, schemas: Mapping[str, Mapping[str, Any]], mo
 def _json_call(number: int, name: str, schema: Mapping[str, Any]) -> str:
     call = {
         "type": "object",
-        "properties": {"name": {"const": name}, "arguments": {"type": "object", **schema}},
+        "properties": {"name": {"const": name}, "arguments": {"type": "object", **_moved(schema, _ARGUMENTS)}},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
@@ -77,6 +83,7 @@ def _xml_call(number: int, name: str, schema: Mapping[str, Any]) -> list[str]:
         if not _NAME.fullmatch(parameter):
             raise ParameterError(f"tools: {quoted(parameter)} is no name of a parameter; use letters, digits, _ and -")
         rule, end = f"value{number}x{index}", _text("\n</parameter>\n")
+        of_value = followed(of_value, schema)
         of_value = of_value if isinstance(of_value, Mapping) else {}
         listed = [of_value["const"]] if "const" in of_value else of_value.get("enum")
         if isinstance(listed, list) and listed and all(isinstance(each, str) for each in listed):
@@ -89,10 +96,31 @@ def _xml_call(number: int, name: str, schema: Mapping[str, Any]) -> list[str]:
                 )
             rules.append(f"{rule}[suffix={end}]: /(?s:.*)/")
         else:
-            rules.append(f"{rule}: {_json(of_value)} {end}")
+            rules.append(f"{rule}: {_json(_alone(of_value, schema))} {end}")
         part = f"({_text(f'<parameter={parameter}>' + chr(10))} {rule})"
         parts.append(part if parameter in needed else f"{part}?")
     return [f"call{number}: {' '.join(parts)} {_text('</function>')}", *rules]
+
+
+def _alone(of_value: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a parameter with all that it refers to."""
+    moved = _moved(of_value, _ROOT)
+    return of_value if moved == of_value else {**moved, "$defs": {"root": _moved(schema, _ROOT)}}
+
+
+def _moved(schema: Any, place: str, is_schema: bool = True) -> Any:
+    """A schema whose references are right where its root stands at this place of another."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {key: _moved(value, place, not (is_schema and key in _BY_NAME)) for key, value in schema.items()}
+    if is_schema:
+        moved |= {key: value for key, value in schema.items() if key in _VALUES}
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            moved["$ref"] = place + reference[1:]
+    return moved
 
 
 def _text(text: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from tinsmith.chat.text import held_back
 
@@ -24,6 +25,34 @@ class ToolCall:
     name: str
     arguments: str
     """An object of JSON."""
+
+
+_NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+"""Keys of a JSON schema that limit nothing."""
+_MOST_REFERENCES = 16
+"""References that lead to each other."""
+
+
+def followed(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return what a schema refers to in `root`, or itself: if it refers to nothing there, or limits more than that."""
+    found = schema
+    for _ in range(_MOST_REFERENCES):
+        reference = found.get("$ref") if isinstance(found, Mapping) else None
+        if not isinstance(reference, str) or found.keys() - {"$ref", *_NOTES}:
+            return found
+        found = _at(root, reference)
+        if not isinstance(found, Mapping):
+            return schema
+    return schema
+
+
+def _at(root: Mapping[str, Any], pointer: str) -> Any:
+    """The part of a schema that a JSON pointer leads to; None if there is none."""
+    found: Any = root
+    for step in pointer.removeprefix("#").split("/")[1:]:
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if pointer == "#" or pointer.startswith("#/") else None
 
 
 def form_of(template: str) -> CallForm | None:
@@ -111,12 +140,13 @@ class ToolCallStream:
         function = _FUNCTION.fullmatch(text)
         if function is None or function[1] not in self._parameters:
             return None
-        schemas = self._parameters[function[1]].get("properties")
+        arguments = self._parameters[function[1]]
+        schemas = arguments.get("properties")
         types = schemas if isinstance(schemas, Mapping) else {}
         given, end = {}, 0
         while parameter := _PARAMETER.match(function[2], end):
             name, value = parameter.groups()
-            given[name], end = _value(value, types.get(name)), parameter.end()
+            given[name], end = _value(value, followed(types.get(name), arguments)), parameter.end()
         if function[2][end:].strip():
             return None
         return ToolCall(function[1], json.dumps(given, ensure_ascii=False))

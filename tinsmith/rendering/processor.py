@@ -64,6 +64,12 @@ class LocalProcessor:
         tokens = math.prod(grid) // self.merge_size**2
         return ImageInput(sha256, torch.from_numpy(pixels), self.levels, grid, slice(0, tokens))
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Pixels of a token's edge, and the fewest and most of an image after resizing."""
+        size = self.processor.size
+        return self.patch_size * self.merge_size, size["shortest_edge"], size["longest_edge"]
+
     def tokens(self, header: ImageHeader) -> int:
         """Number of image tokens for an image of that size.
 
@@ -86,8 +92,7 @@ class LocalProcessor:
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of an image after resizing."""
-        smallest, largest = (self.processor.size[edge] for edge in ("shortest_edge", "longest_edge"))
-        size: tuple[int, int] = smart_resize(height, width, self.patch_size * self.merge_size, smallest, largest)
+        size: tuple[int, int] = smart_resize(height, width, *self.sizes)
         return size
 
     def _read_levels(self) -> PixelLevels:

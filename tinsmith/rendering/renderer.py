@@ -132,6 +132,13 @@ class Renderer:
         self.placeholder = int(base.config.image_token_id) if base.family.takes_images else -1
         self.cache = ImageCache(limits.image_cache_mib * 2**19)
 
+    @property
+    def image_facts(self) -> dict[str, int]:
+        """Fields of `ModelFacts` by which the server counts the tokens of images; empty for a model of text alone."""
+        if self.processor is None:
+            return {}
+        return dict(zip(("token_edge", "least_pixels", "most_pixels"), self.processor.sizes, strict=True))
+
     def render(self, chunks: Sequence[Chunk]) -> RenderedInput:
         """Render the sequence that `chunks` describe. Raises UserError as `measure` and `render_measured` do."""
         return self.render_measured(self.measure(chunks))

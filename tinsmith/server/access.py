@@ -24,6 +24,7 @@ from tinsmith.wire.paths import parse_path
 PREFIX = "/api/v1"
 
 OPEN = {"/livez", "/readyz", "/healthz", "/download/{run_id}/{name}/{file:path}", "/trace/{session_id}"}
+OPEN |= {"/upload/{upload_id}/{file}"}
 """Routes below PREFIX that need no key: for probes, or with a signed URL."""
 _LOOKS = {
     *("/client/config", "/client/dynamic_config", "/telemetry"),

@@ -31,6 +31,7 @@ from tinsmith.server.routes import (
     sampling,
     service,
     training,
+    uploads,
     usage,
 )
 
@@ -48,7 +49,7 @@ def create_app(front: Front) -> FastAPI:
     app.add_middleware(Origins, listens_on=front.config.server.host, allowed_hosts=front.config.server.allowed_hosts)
     add_error_replies(app)
     # Routes are tried in order: those that every step and every sample takes come first.
-    for routes in (futures, training, sampling, service, catalog, checkpoints, downloads, usage):
+    for routes in (futures, training, sampling, service, catalog, checkpoints, downloads, uploads, usage):
         app.include_router(routes.router, prefix=PREFIX, dependencies=[Depends(admit)])
     app.include_router(applications.router, dependencies=[Depends(admit)])
     app.include_router(messages.router, dependencies=[Depends(admit)])

@@ -16,8 +16,9 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from tinsmith.chat.format import BREAK
 from tinsmith.chat.grammar import call_grammar, check_grammar, json_grammar
-from tinsmith.chat.template import BREAK, RESERVED, ChatFormat
+from tinsmith.chat.template import RESERVED, ChatFormat
 from tinsmith.errors import ParameterError, TinsmithError
 from tinsmith.protocol.serving import SampleDone
 from tinsmith.server import calls

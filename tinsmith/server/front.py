@@ -32,6 +32,7 @@ from tinsmith.store.operations import read_metrics
 from tinsmith.store.records import Model, Session
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
+from tinsmith.store.uploads import Uploads
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -63,6 +64,7 @@ class Front:
     def __init__(self, config: Config, data_dir: Path, store: Stored, base_models: BaseModels, ask: Ask) -> None:
         """Make it in the event loop."""
         self.config = config
+        self.data_dir = data_dir
         self.store = store
         self.base_models = base_models
         self.ask = ask
@@ -73,6 +75,9 @@ class Front:
         self.shared = None if config.training.trains else SharedCheckpoints(self.files)
         """Checkpoints of another server; for one that only samples."""
         self.signer = UrlSigner(data_dir)
+        self.uploads = Uploads(data_dir)
+        self.importing = asyncio.Lock()
+        """Held by the one upload that becomes a checkpoint: that takes a process with torch, and seconds."""
         self.applications = Applications()
         self.live = LivePages()
         self.searching = asyncio.Lock()

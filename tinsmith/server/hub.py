@@ -40,6 +40,7 @@ from tinsmith.store.files import CheckpointFiles, delete_copies_left
 from tinsmith.store.lease import take_lease
 from tinsmith.store.records import Outcome, Used
 from tinsmith.store.store import Store
+from tinsmith.store.uploads import Uploads
 
 
 def place_of(data_dir: Path) -> str:
@@ -76,7 +77,7 @@ class Hub:
         self.kept_samples = KeptSamples(config.server.kept_sample_mib * 2**20)
         self.sample_reports = SampleReports(config.server.sample_result_ttl_s, SampleJournal(data_dir))
         self.sampling_sessions = SamplingSessions(self.store, self.told)
-        self.lifetimes = Lifetimes(config.server, self.store, self.files)
+        self.lifetimes = Lifetimes(config.server, self.store, self.files, Uploads(data_dir))
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
         self.trace = Trace()

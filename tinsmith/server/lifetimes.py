@@ -17,6 +17,7 @@ from tinsmith.server.async_store import AsyncStore
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store, sweep
+from tinsmith.store.uploads import Uploads
 from tinsmith.store.usage import note_storage
 
 log = logging.getLogger(__name__)
@@ -31,11 +32,12 @@ _CHECK_PAUSE = 100
 class Lifetimes:
     """The times at which sessions were last heard of, and the round that ends what is over."""
 
-    def __init__(self, config: ServerConfig, store: AsyncStore, files: CheckpointFiles) -> None:
+    def __init__(self, config: ServerConfig, store: AsyncStore, files: CheckpointFiles, uploads: Uploads) -> None:
         """No session ends before `session_idle_s` after the first round: clients could not reach us earlier."""
         self._config = config
         self._store = store
         self._files = files
+        self._uploads = uploads
         self._seen: dict[str, float] = {}
         """Monotonic time of each session's last request or heartbeat, or of the round that first met it."""
         self._open: set[str] = set()
@@ -104,8 +106,12 @@ class Lifetimes:
             log.info("%d rows of sessions that ended long ago are deleted", forgotten)
 
     async def sweep(self) -> None:
-        """Delete expired checkpoints and files of none. Runs among the reads: an object store may delete slowly."""
+        """Delete expired checkpoints and uploads, and files of none.
+
+        Runs among the reads: an object store may delete slowly.
+        """
         await self._store.read(sweep, self._files)
+        await asyncio.to_thread(self._uploads.sweep)
 
     async def check_database(self) -> None:
         """Read the whole database, if due. Raises ConfigError if it is damaged."""

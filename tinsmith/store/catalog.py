@@ -36,7 +36,7 @@ from sqlalchemy import (
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import checkpoints as rows
 from tinsmith.store import ids
-from tinsmith.store.dialects import JSONPairs, Texts
+from tinsmith.store.dialects import JSONPairs, Texts, insert
 from tinsmith.store.records import CLIENT_REASONS, Checkpoint, Model, TrainingRun
 from tinsmith.store.schema import (
     begun_directories,
@@ -241,6 +241,23 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
         )
         rows.put(connection, copy, None)
     return path
+
+
+def put_uploaded(store: Store, run: Model, description: dict[str, Any], made: Sequence[Checkpoint]) -> None:
+    """Add checkpoints of files that a client has uploaded, all of one directory, with a run and an ended session.
+
+    If they are there already, nothing changes but the discarded files.
+    """
+    now = time.time()
+    with store.writing_if_there() as connection:
+        session = {"session_id": run.session_id, "created_at": now, "last_seen_at": now, "tenant": made[0].tenant}
+        ended = {"finished_at": now, "finish_reason": "success", "finish_detail": "holds an upload"}
+        connection.execute(insert(sessions).on_conflict_do_nothing(), session | description | ended)
+        if not insert_model(connection, run, now):
+            rows.discard_unused(connection, [made[0].directory], now)
+            return
+        for checkpoint in made:
+            rows.put(connection, checkpoint, None)
 
 
 def every_checkpoint(store: Store) -> list[Checkpoint]:

@@ -15,7 +15,7 @@ from tinsmith.wire.json_body import (
     TolerantModel,
     parse_json,
 )
-from tinsmith.wire.training_requests import TtlSeconds
+from tinsmith.wire.training_requests import LoraConfig, TtlSeconds
 
 MOST_ACKNOWLEDGED = 2**16
 """Samples that one poll, of many a minute, can acknowledge."""
@@ -257,6 +257,20 @@ class CopyWeightsRequest(StrictModel):
         ):
             raise ValueError("send either destination_project_id, or session_id and model_seq_id")
         return self
+
+
+class UploadStartRequest(StrictModel):
+    """POST external_weights_upload_start, of SDKs from 0.39 on: an adapter that is going to be uploaded."""
+
+    base_model: _Text
+    lora_config: LoraConfig
+    destination_project_id: _Text | None = None
+
+
+class UploadFinishRequest(StrictModel):
+    """POST external_weights_upload_finish, of SDKs from 0.39 on."""
+
+    upload_id: Id
 
 
 class AssignProjectRequest(StrictModel):

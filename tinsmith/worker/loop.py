@@ -114,7 +114,9 @@ class Worker:
         """Messages that arrived in the middle of a pass."""
         self.due: deque[Callable[[], None]] = deque()
         """Passes and calls for the device, oldest first."""
-        renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
+        self.renderers = renderers = {
+            name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()
+        }
         backends = {name: backend_of(base, config, group) for name, base in self.bases.items()}
         self.memory = DeviceMemory(self.bases, config, group)
         memories = [backend.memory for backend in backends.values()]
@@ -261,6 +263,7 @@ class Worker:
                 max_sampled=self.samples.longest(name, base.max_context),
                 takes_images=base.family.takes_images,
                 max_lora_rank=self.config.models.max_lora_rank,
+                **self.renderers[name].image_facts,
             )
             for name, base in self.bases.items()
         ]

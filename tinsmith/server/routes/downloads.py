@@ -41,7 +41,7 @@ async def external_weights_urls(request: Request, run_id: str, segment: str, nam
     urls = {}
     for file in sizes:
         place = f"download/{quote(run_id)}/{quote(name)}/{quote(file)}"
-        urls[file] = _signed_url(request, place, expires, checkpoint.directory, file)
+        urls[file] = signed_url(request, place, expires, checkpoint.directory, file)
     return json_reply({"urls": urls, "expires": timestamp(expires)})
 
 
@@ -116,7 +116,7 @@ async def trace_export(request: Request, session_id: str) -> Response:
     parse_query(Query, request.query_params)
     await front.session(session_id)
     expires = int(time.time()) + front.config.server.download_ttl_s
-    url = _signed_url(request, f"trace/{quote(session_id)}", expires, _TRACE, session_id)
+    url = signed_url(request, f"trace/{quote(session_id)}", expires, _TRACE, session_id)
     return json_reply({"status": "ready", "url": url})
 
 
@@ -130,7 +130,7 @@ async def trace(request: Request, session_id: str) -> Response:
     return await asyncio.to_thread(lambda: json_reply(trace_of(operations)))
 
 
-def _signed_url(request: Request, place: str, expires: int, *parts: str) -> str:
+def signed_url(request: Request, place: str, expires: int, *parts: str) -> str:
     """A URL with the host by which this client reaches the server, through a proxy too."""
     signature = front_of(request).signer.sign(expires, *parts)
     return f"{request.base_url}api/v1/{place}?expires={expires}&signature={signature}"

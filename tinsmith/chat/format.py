@@ -1,0 +1,163 @@
+"""Turns messages into a text, and the text into tokens, by a model's tokenizer and chat template.
+
+Two packages have this one file, so it imports nothing of either: the server as `tinsmith.chat.format`, and the RL
+client, by a link, as `tinsmith_rl.format`. Neither package depends on the other, which brings torch or an SDK.
+
+Only the template writes control tokens, such as the end of a turn. Where a message contains the characters of one, the
+character `BREAK` stands behind the first of them until the text is tokenized, as text.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from itertools import chain
+from typing import Any
+
+from jinja2 import Environment, Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+BREAK = "\U000fdeae"
+"""Breaks up what would be a control token. A private-use character, which no template and no model writes."""
+ESCAPED = "\U000fdead"
+"""Stands for an answer of the model, or for a placeholder in one. Also a private-use character."""
+FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of a template that refuses messages, or is not made for them."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which messages hold reasoning, the one that counts first."""
+
+
+class MessageFormat:
+    """The tokenizer and the chat template of one model. For any thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, str],
+        names: Mapping[str, str],
+        control: Iterable[str] = (),
+        image_token: str = "",
+    ) -> None:
+        """Compile the templates, keyed by name; the one named `default` is for all that no other is for.
+
+        `names` are tokens that templates may name, such as `bos_token`. They are control tokens too, as are the
+        tokenizer's special ones and those of `control`. `image_token` stands for an image; empty if there are none.
+        Raises TemplateError for a template that is no Jinja.
+        """
+        self.tokenizer = tokenizer
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self.image_token = image_token
+        """Stands for an image in a rendered text; empty for a model of text alone."""
+        self._names = dict(names)
+        self._templates = _compiled(templates)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = [at for at, token in added.items() if token.special]
+        special = {*names.values(), *control, *(added[at].content for at in self.special_ids)} - {""}
+        self._added = special | {token.content for token in added.values()}
+        ordered = sorted(special, key=len, reverse=True)
+        self._any_control, self._longest_control = _any_of(ordered), max(map(len, ordered), default=0)
+        begun = sorted({token[:end] for token in ordered for end in range(1, len(token))}, key=len, reverse=True)
+        self._any_begun = re.compile(f"(?:{_any_of(begun).pattern})\\Z")
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return a conversation as a text. What others than the template and the model said is to be `broken`.
+
+        The content of a message is a text, or a list of parts: {"type": "text", "text": ...} and {"type": "image"}.
+        Raises one of `FAULTS`.
+        """
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name) or next(iter(self._templates.values()))
+        text: str = template.render(
+            **{"documents": None, **self._names, **(options or {})},
+            messages=list(map(_with_reasoning, messages)),
+            tools=tools or None,
+            add_generation_prompt=add_generation_prompt,
+            raise_exception=_refuse,
+            strftime_now=lambda form: datetime.now().astimezone().strftime(form),
+        )
+        return text
+
+    def framing(self, options: Mapping[str, Any] | None = None) -> tuple[str, str]:
+        """Return what the template puts before and behind an answer, found by rendering one. Raises one of `FAULTS`.
+
+        The first is how the prompt begins an answer, such as "<think>" (mostly ""); the second the token that ends
+        the turn, as text, which is empty if it is no token of its own.
+        """
+        question = [{"role": "user", "content": "question"}]
+        answered = self.rendered([*question, {"role": "assistant", "content": ESCAPED}], (), options, False)
+        head, _, tail = answered.partition(ESCAPED)
+        prompt = self.rendered(question, (), options)
+        prefill = prompt[len(head) :] if prompt.startswith(head) else ""
+        return prefill, max((token for token in self._added if tail.startswith(token)), key=len, default="")
+
+    def broken(self, said: Any) -> Any:
+        """Return what others than the model said, or a part of it, with all control tokens broken up, also begun ones.
+
+        Another text, which the template puts behind this one, may go on with what is begun.
+        """
+        if isinstance(said, str):
+            plain = said.replace(BREAK, "").replace(ESCAPED, "")
+            text = self._any_control.sub(lambda token: token[0][0] + BREAK + token[0][1:], plain)
+            begun = self._any_begun.search(text, max(0, len(text) - self._longest_control))
+            return text if begun is None else text[: begun.start() + 1] + BREAK + text[begun.start() + 1 :]
+        if isinstance(said, Mapping):
+            return {self.broken(key): self.broken(value) for key, value in said.items()}
+        return [self.broken(part) for part in said] if isinstance(said, list | tuple) else said
+
+    def segments(self, text: str) -> list[str]:
+        """Return a rendered text before, between and behind its images."""
+        return text.split(self.image_token) if self.image_token else [text]
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text. Special tokens are found unless they are broken up, and none are added."""
+        # A batch is tokenized without the interpreter's lock
+        encoded = self.tokenizer.encode_batch(text.split(BREAK), add_special_tokens=False)
+        return list(chain.from_iterable(each.ids for each in encoded))
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its reasoning under the names that templates read, whichever it has."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+class _Generation(Extension):
+    """The block that marks what a model has said, for training; its content is all that counts here."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compiled(templates: Mapping[str, str]) -> dict[str, Template]:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    return {name: environment.from_string(text) for name, text in templates.items()}
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

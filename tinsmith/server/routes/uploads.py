@@ -1,0 +1,166 @@
+"""Uploads of adapters: files to signed URLs, of which a checkpoint is made, complete or not at all."""
+
+import asyncio
+import shutil
+import time
+import uuid
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.errors import BackpressureError, NotFoundError, ParameterError, UserError
+from tinsmith.protocol.shapes import LoraShape, rank_refusal
+from tinsmith.server.access import allowed_ttl, caller_of, read_json, require_base
+from tinsmith.server.descriptions import timestamp
+from tinsmith.server.front import Front, comes_from_here, front_of
+from tinsmith.server.replies import json_reply
+from tinsmith.server.routes.downloads import signed_url
+from tinsmith.server.tenants import Caller, require_storage
+from tinsmith.store import catalog, ids
+from tinsmith.store.records import Checkpoint, Model
+from tinsmith.store.store import Store
+from tinsmith.store.uploads import UPLOAD_FILES, Upload
+from tinsmith.wire.compression import TooLargeError
+from tinsmith.wire.json_body import parse_query
+from tinsmith.wire.paths import CheckpointPath
+from tinsmith.wire.service_requests import CreateSessionRequest, DownloadQuery, UploadFinishRequest, UploadStartRequest
+from tinsmith.worker.imports import ImportAsked, import_upload
+
+router = APIRouter()
+
+_UPLOAD = "upload"
+_NAME = "uploaded"
+_UPLOADED = uuid.UUID("0d0c6f0a-6c5e-4a1c-9d0e-5b7c4a7b1f55")
+"""UUID namespace of sessions that hold what was uploaded."""
+_CONFIG_BYTES = 2**20
+_LEFT_BYTES = 2**30
+"""Bytes of the disk that uploads leave free, beside room for the checkpoint that is made of them."""
+_PART_BYTES = 2**20
+
+
+@router.post("/external_weights_upload_start")
+async def external_weights_upload_start(request: Request) -> Response:
+    """A URL for each file of an adapter that the client is going to upload."""
+    front, caller = front_of(request), caller_of(request)
+    asked = await read_json(request, UploadStartRequest)
+    if not front.config.training.trains:
+        raise UserError("this server only samples the checkpoints of another one; upload to that one")
+    facts = front.base_models.find(asked.base_model, comes_from_here(request))
+    require_base(request, facts.name)
+    rank = asked.lora_config.rank
+    if rank == 0:
+        raise ParameterError("lora_config.rank: 0 is of no adapter, and full weights are not taken; send 1 or more")
+    if rank > facts.max_lora_rank:
+        raise UserError(rank_refusal(rank, facts.max_lora_rank))
+    await require_storage(front.store, caller)
+    expires = int(time.time()) + front.config.server.download_ttl_s
+    described = asked.lora_config.model_dump(), asked.destination_project_id
+    upload = await asyncio.to_thread(front.uploads.begin, caller.tenant, facts.name, *described, expires)
+    urls = {
+        file: signed_url(
+            request, f"{_UPLOAD}/{upload.upload_id}/{quote(file)}", expires, _UPLOAD, upload.upload_id, file
+        )
+        for file in UPLOAD_FILES
+    }
+    return json_reply({"upload_id": upload.upload_id, "urls": urls, "expires": timestamp(expires)})
+
+
+@router.put("/upload/{upload_id}/{file}")
+async def upload_file(request: Request, upload_id: str, file: str) -> Response:
+    """Take one file, which replaces one of the same name."""
+    front = front_of(request)
+    asked = parse_query(DownloadQuery, request.query_params)
+    front.signer.check(asked.signature, asked.expires, _UPLOAD, upload_id, file)
+    upload = await asyncio.to_thread(front.uploads.require, upload_id)
+    size = await asyncio.to_thread(_checked_size, front, request, file)
+    with front.uploads.receiving(upload, file) as written:
+        received, part = 0, bytearray()
+        async for sent in request.stream():
+            received += len(sent)
+            if received > size:
+                break
+            part += sent
+            if len(part) >= _PART_BYTES:
+                await asyncio.to_thread(written.write, part)
+                part = bytearray()
+        if received != size:
+            raise UserError(f"{file}: Content-Length is {size}, and the body has another length; send it again")
+        await asyncio.to_thread(written.write, part)
+    return Response(status_code=200)
+
+
+def _checked_size(front: Front, request: Request, file: str) -> int:
+    """The bytes that a request is going to send. Raises UserError if it does not tell, TooLargeError, TinsmithError."""
+    told, encoding = request.headers.get("content-length", ""), request.headers.get("content-encoding", "identity")
+    if not (told.isascii() and told.isdigit() and len(told) < 20) or encoding != "identity":
+        raise UserError(f"{file}: send it with its Content-Length, and without Content-Encoding")
+    most = _CONFIG_BYTES if file.endswith(".json") else front.config.requests.max_upload_mib * 2**20
+    if int(told) > most:
+        raise TooLargeError(f"{file} has {told} bytes, and {most} are allowed (max_upload_mib); send a smaller adapter")
+    if shutil.disk_usage(front.data_dir).free < 2 * int(told) + _LEFT_BYTES:
+        raise BackpressureError(
+            f"the server's disk has no room for {file} of {told} bytes; delete checkpoints there", 60
+        )
+    return int(told)
+
+
+@router.post("/external_weights_upload_finish")
+async def external_weights_upload_finish(request: Request) -> Response:
+    """Make a checkpoint to sample, and one to train on, of what was uploaded. A repeat gets the same."""
+    front, caller = front_of(request), caller_of(request)
+    upload_id = (await read_json(request, UploadFinishRequest)).upload_id
+    path = CheckpointPath(ids.model_id(str(uuid.uuid5(_UPLOADED, upload_id)), 0), "sampler", _NAME)
+    try:
+        upload = await asyncio.to_thread(front.uploads.require, upload_id, caller.sees)
+    except NotFoundError:
+        made = await front.store.read(Store.checkpoint, str(path))
+        if made is None or caller.sees not in (None, made.tenant):
+            raise
+        return json_reply({"tinker_path": str(path)})
+    for file in UPLOAD_FILES:
+        if not (front.uploads.directory(upload) / file).is_file():
+            raise UserError(f"upload {upload_id}: {file} is not there; PUT it to its URL first")
+    if front.importing.locked():
+        raise BackpressureError("another upload is being finished; send the request again", 5)
+    async with front.importing:
+        await _import(request, front, caller, upload, path)
+    await asyncio.to_thread(front.uploads.end, upload)
+    return json_reply({"tinker_path": str(path)})
+
+
+async def _import(request: Request, front: Front, caller: Caller, upload: Upload, path: CheckpointPath) -> None:
+    await require_storage(front.store, caller)
+    facts, session_id = front.base_models.find(upload.base_model), ids.session_of(path.model_id)
+    ttl_s, now, directory = await allowed_ttl(request, None), time.time(), front.files.new_place()
+    shape = asdict(LoraShape(**upload.lora_config | {"seed": upload.lora_config["seed"] or 0}))
+    row: dict[str, Any] = {
+        "tinker_path": str(path),
+        "model_id": path.model_id,
+        "kind": path.kind,
+        "name": path.name,
+        "directory": directory,
+        "base_model": facts.name,
+        "architecture": facts.architecture,
+        "lora_config": shape,
+        "user_metadata": None,
+        "created_at": now,
+        "expires_at": None if ttl_s is None else now + ttl_s,
+        "tenant": upload.tenant,
+    }
+    await front.store.write(Store.announce_checkpoint, directory)
+    asked = ImportAsked(
+        str(front.uploads.directory(upload)),
+        facts.tokenizer_id,
+        shape,
+        str(front.data_dir),
+        front.config.checkpoint_root,
+        row,
+    )
+    found = await asyncio.to_thread(import_upload, asked)
+    sampled = Checkpoint(**row, **found)
+    trained = Checkpoint(**row | {"kind": "training", "tinker_path": str(path._replace(kind="training"))}, **found)
+    run = Model(path.model_id, session_id, facts.name, shape, {"type": "adamw"}, None, "copied")
+    description = CreateSessionRequest(project_id=upload.project_id).model_dump()
+    await front.store.write(catalog.put_uploaded, run, description, [sampled, trained])
