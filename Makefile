@@ -1,6 +1,6 @@
 # make setup    create .venv with what serves and trains, in pinned versions
 # make dev      the same, and what tests and checks need
-# make demo     fine-tune a tiny vision-language model to read handwritten digits, and show it in the console until Ctrl-C
+# make demo     fine-tune a tiny vision-language model to read handwritten digits, and show it in the console until Ctrl-C, in a terminal
 # make test     run the tests that every change needs
 # make test-slow run the tests that are marked slow, which CI runs too; those of recipes and vLLM run with test-all alone
 # make test-oldest run the numerical tests with the oldest transformers that pyproject.toml allows
@@ -73,7 +73,7 @@ $(LINT_STAMP): constraints.txt
 	@touch $@
 
 demo: $(DEMO_STAMP)
-	$(PYTHON) examples/digits.py --stay
+	$(PYTHON) examples/digits.py
 
 # Four processes, of which some always wait for what they have started; one that has no tests left takes some of another's. If one crashes, the run ends with that error. A test's own files are
 # deleted at once unless it failed: they would add up to gigabytes.

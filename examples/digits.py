@@ -1,12 +1,12 @@
 """Teach a vision-language model to read handwritten digits, through an unmodified Tinker SDK.
 
-    make demo      or      python examples/digits.py [--kind qwen3-vl] [--epochs 12] [--output demo-output] [--stay]
+    make demo      or      python examples/digits.py [--kind qwen3-vl] [--epochs 12] [--output demo-output]
 
 It makes a tiny random model of Qwen3-VL's architecture, or with `--kind` of another (nothing is downloaded),
 starts `tinsmith serve` with it, and fine-tunes it with LoRA on 1,500 of the 1,797 digit scans that come with
 scikit-learn. It asks the model about the other 297 scans before training and after every epoch, and saves a checkpoint
 at the end. The functions from `prompt` to `fine_tune` are the Tinker script; the others prepare the data, run the
-server and draw the result. With `--stay`, as `make demo` starts it, the server goes on until Ctrl-C, to be looked at.
+server and draw the result. In a terminal, or with `--stay`, the server goes on until Ctrl-C, to be looked at.
 """
 
 import argparse
@@ -237,7 +237,12 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), help="directory of the results (default: demo-output)"
     )
-    parser.add_argument("--stay", action="store_true", help="let the server go on at the end, until Ctrl-C")
+    parser.add_argument(
+        "--stay",
+        action=argparse.BooleanOptionalAction,
+        default=sys.stdin.isatty() and sys.stdout.isatty(),
+        help="let the server go on at the end, until Ctrl-C (default: in a terminal)",
+    )
     options = parser.parse_args()
     for number in (signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_DFL:
