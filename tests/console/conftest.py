@@ -99,14 +99,8 @@ class Looking:
 
 @pytest.fixture
 def look(browser: Browser, server: Server, tmp_path: Path) -> Looking:
-    """The pages of a server that has trained."""
+    """The pages of the server that has trained."""
     return Looking(browser, server.url, tmp_path)
-
-
-@pytest.fixture
-def look_at_seeing(browser: Browser, seeing_server: Server, tmp_path: Path) -> Looking:
-    """The pages of a server whose model takes pictures."""
-    return Looking(browser, seeing_server.url, tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -119,16 +113,6 @@ def http() -> Iterator[httpx.Client]:
 @pytest.fixture(scope="session")
 def options(family_dir: Callable[[str], Path]) -> list[str]:
     return ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1"]
-
-
-@pytest.fixture(scope="session")
-def server(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on which a run has trained, saved and failed, with hostile text wherever a client may put some."""
-    with serving(tmp_path_factory.mktemp("console"), *options) as running:
-        running.wait_for_health()
-        with connect(running) as service:
-            train(new_model(service), 4)
-        yield running
 
 
 @pytest.fixture(scope="session")
@@ -168,30 +152,42 @@ def keyed(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="session")
 def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the runs that `seeing_server` shows."""
+    """The directory of the runs that `server` shows."""
     return tmp_path_factory.mktemp("rollouts")
 
 
 @pytest.fixture(scope="session")
-def seeing_server(rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose model takes pictures, and on which a run of reinforcement learning has played and learnt."""
-    directory, options = tmp_path_factory.mktemp("seeing"), ["--kv-cache-gib", "0.1", "--run-files", str(rollouts)]
+def server(options: list[str], rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a model that takes pictures and one that does not.
+
+    A run has trained, saved and failed, with hostile text wherever a client may put some, and a run of reinforcement
+    learning has played and learnt.
+    """
+    directory = tmp_path_factory.mktemp("console")
     write_tiny_model("qwen3-vl", directory / "model")
-    with serving(directory, "--base-model", f"seeing={directory / 'model'}", *options) as running:
+    seeing = ["--base-model", f"seeing={directory / 'model'}", "--run-files", str(rollouts)]
+    with serving(directory, *seeing, *options) as running:
         running.wait_for_health()
-        tree: dict[str, dict[str, Any]] = {
-            "server": {"url": running.url, "api_key": "tml-console"},
-            "model": {"base_model": "seeing", "rank": 4},
-            "env": {"name": "tests.console.shouting:Shouting", "max_failed_share": 1.0, "max_failed_groups": 9},
-            "generation": {"max_tokens": 8},
-            "training": {"steps": 3, "groups": 7, "group_size": 3},
-            "prompts": {"count": 7},
-            "output": {"directory": str(rollouts / "a run"), "trackers": [], "save_every": 1},
-        }
-        (directory / "run.yaml").write_text(json.dumps(tree))  # which is YAML, too
-        done = tinsmith("rl", str(directory / "run.yaml"))  # here, the browser's event loop would be in its way
-        assert done.returncode == 0, done.stderr
+        with connect(running) as service:
+            train(new_model(service), 4)
+        learn(running, rollouts / "a run", directory / "run.yaml")
         yield running
+
+
+def learn(server: Server, output: Path, config: Path) -> None:
+    """Run `tinsmith rl`."""
+    tree: dict[str, dict[str, Any]] = {
+        "server": {"url": server.url, "api_key": "tml-console"},
+        "model": {"base_model": "seeing", "rank": 4},
+        "env": {"name": "tests.console.shouting:Shouting", "max_failed_share": 1.0, "max_failed_groups": 9},
+        "generation": {"max_tokens": 8},
+        "training": {"steps": 3, "groups": 7, "group_size": 3},
+        "prompts": {"count": 7},
+        "output": {"directory": str(output), "trackers": [], "save_every": 1},
+    }
+    config.write_text(json.dumps(tree))  # which is YAML, too
+    done = tinsmith("rl", str(config))  # here, the browser's event loop would be in its way
+    assert done.returncode == 0, done.stderr
 
 
 def connect(server: Server, key: str = "tml-console") -> tinker.ServiceClient:

@@ -24,7 +24,12 @@ OF_A_RUN = ("/runs/{run}", "/runs/{run}/batches", "/runs?compare={run}&smooth=0.
 @pytest.fixture(scope="session")
 def run(server: Server, http: httpx.Client) -> str:
     """The id of the run that has trained."""
-    found: str = http.get(f"{server.url}/runs.json").json()["runs"][-1]["model_id"]
+    return oldest_run(server, http, "text")
+
+
+def oldest_run(server: Server, http: httpx.Client, base_model: str) -> str:
+    runs = http.get(f"{server.url}/runs.json").json()["runs"]
+    found: str = [each["model_id"] for each in runs if each["base_model"] == base_model][-1]
     return found
 
 
@@ -117,26 +122,26 @@ def test_runs_are_compared_by_marking_them_and_the_address_says_so(
 
 
 def test_the_page_of_a_run_shows_what_tinsmith_rl_has_written(
-    look_at_seeing: Looking, rollouts: Path, http: httpx.Client
+    look: Looking, server: Server, rollouts: Path, http: httpx.Client
 ) -> None:
     """Rewards, and the divergence of sampler and trainer, which operations do not return; a link to the episodes."""
     written = [json.loads(line) for line in (rollouts / "a run" / "metrics.jsonl").read_text().splitlines()]
-    url = look_at_seeing.url
-    run = http.get(f"{url}/runs.json").json()["runs"][-1]["model_id"]
+    url = look.url
+    run = oldest_run(server, http, "seeing")
     drawn = http.get(f"{url}/curves.json?runs={run}").json()["runs"][0]["curves"]
     for name in ("reward", "kl_sampler_trainer"):
         points = [(line["step"], line[name]) for line in written if name in line]
         assert list(zip(drawn[f"rl/{name}"]["x"], drawn[f"rl/{name}"]["y"], strict=True)) == points
         assert len(points) == 3
-    with look_at_seeing.at(f"/runs/{run}") as page:
+    with look.at(f"/runs/{run}") as page:
         expect(page.locator("[data-metric='rl/reward'] canvas")).to_be_visible()
         expect(page.locator("[data-metric='rl/kl_sampler_trainer'] .meaning")).to_contain_text("KL of sampler")
         page.get_by_role("link", name="Episodes of a run").click()
         expect(page).to_have_title("a run · Tinsmith")
 
 
-def test_pages_are_reached_by_keys(look_at_seeing: Looking) -> None:
-    with look_at_seeing.at("/runs") as page:
+def test_pages_are_reached_by_keys(look: Looking) -> None:
+    with look.at("/runs") as page:
         for title in ("Samples", "Overview", "Operations", "Runs", "Rollouts"):
             page.wait_for_load_state()
             page.keyboard.press("g")

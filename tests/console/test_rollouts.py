@@ -27,16 +27,16 @@ PAGES = ("/rollouts", RUN, f"{RUN}/step-000002", f"{RUN}/step-000002/7", f"{RUN}
 
 
 @pytest.fixture(scope="session")
-def files(seeing_server: Server, rollouts: Path) -> RunFiles:
+def files(server: Server, rollouts: Path) -> RunFiles:
     """The files of the run."""
     return RunFiles(rollouts)
 
 
 @pytest.fixture(scope="module")
-def viewed(files: RunFiles, seeing_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def viewed(files: RunFiles, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of `tinsmith view`."""
     log = tmp_path_factory.mktemp("view") / "log"
-    command = [*PROGRAM, "view", str(files.root), "--port", "0", "--server", seeing_server.url]
+    command = [*PROGRAM, "view", str(files.root), "--port", "0", "--server", server.url]
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         while not (told := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
             with pytest.raises(subprocess.TimeoutExpired):  # it has ended, which its log explains
@@ -46,26 +46,26 @@ def viewed(files: RunFiles, seeing_server: Server, tmp_path_factory: pytest.Temp
         process.wait(START_S)
 
 
-def test_rollouts_are_shown(look_at_seeing: Looking) -> None:
-    with look_at_seeing.at(PAGES[0], DARK_PHONE) as page:
+def test_rollouts_are_shown(look: Looking) -> None:
+    with look.at(PAGES[0], DARK_PHONE) as page:
         for path in PAGES:
-            page.goto(f"{look_at_seeing.url}{path}")
+            page.goto(f"{look.url}{path}")
             expect(page.locator("main section").first).to_be_visible()
-            look_at_seeing.judge(page, DARK_PHONE, LIGHT)
+            look.judge(page, DARK_PHONE, LIGHT)
 
 
 def test_a_directory_is_viewed_as_in_the_console(
-    browser: Browser, viewed: str, seeing_server: Server, http: httpx.Client, tmp_path: Path
+    browser: Browser, viewed: str, server: Server, http: httpx.Client, tmp_path: Path
 ) -> None:
     for path in PAGES:
-        assert ">Playground</a>" in http.get(f"{seeing_server.url}{path}").text
+        assert ">Playground</a>" in http.get(f"{server.url}{path}").text
         assert ">Playground</a>" not in http.get(f"{viewed}{path}").text
-        shown, same = (http.get(f"{place}{path}.json").json() for place in (viewed, seeing_server.url))
+        shown, same = (http.get(f"{place}{path}.json").json() for place in (viewed, server.url))
         assert shown.keys() == same.keys()
         assert shown.get("groups") == same.get("groups")
     with Looking(browser, viewed, tmp_path).at(f"{RUN}/step-000002") as page:
         link = page.get_by_role("link", name="Chat with the weights after step 1")
-        expect(link).to_have_attribute("href", re.compile(f"^{re.escape(seeing_server.url)}/playground"))
+        expect(link).to_have_attribute("href", re.compile(f"^{re.escape(server.url)}/playground"))
     assert http.get(f"{viewed}/rollouts", headers={"Host": "evil.example"}).status_code == 400
     for wrong in ("/rollouts/other", f"{RUN}/step-000009", f"{RUN}/step-000002/99", f"{RUN}/step-000002/7/x", "/other"):
         assert http.get(f"{viewed}{wrong}").status_code == 404
@@ -73,9 +73,9 @@ def test_a_directory_is_viewed_as_in_the_console(
     assert http.get(f"{viewed}{RUN}/step-000002.json?sort=colour").status_code == 400
 
 
-def test_one_goes_from_a_run_to_a_chat(look_at_seeing: Looking) -> None:
+def test_one_goes_from_a_run_to_a_chat(look: Looking) -> None:
     """A point of a curve, a bar of the histogram, a group, a member, and the weights that sampled it."""
-    with look_at_seeing.at(RUN) as page:
+    with look.at(RUN) as page:
         page.locator(".curve").first.locator("a[href]").last.press("Enter")
         expect(page.locator("h1")).to_contain_text("Step 3")
         page.locator(".slider input").fill("1")

@@ -64,6 +64,8 @@ def test_what_one_page_takes_is_bounded() -> None:
     for number in range(20):
         kept.begin(sample(number, "a", size=1_000))
         kept.end(SampleDone(f"s:sample:0/{number}", 1, bytes(1_000)))
+    kept.begin(sample(20, "a", size=12_000))
+    kept.end(SampleDone("s:sample:0/20", 1, b""))
     found = kept.newest("a", 100, 10_000)
     assert [each.request_id for each in found] == [f"s:sample:0/{number}" for number in (19, 18, 17)]
     assert sum(each.size for each in found) <= 10_000

@@ -3,7 +3,6 @@
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from tinsmith.console.samples import KeptSample
 from tinsmith.errors import NotFoundError, quoted
@@ -64,8 +63,10 @@ class KeptSamples:
         if found is None or found.is_finished or found.run != ended.run:
             return
         del self._running[ended.request_id]
-        is_done = isinstance(ended, SampleDone)
-        reply, error, category = (ended.payload, "", "") if is_done else (b"", ended.error, ended.category)
+        if isinstance(ended, SampleDone):
+            reply, error, category = ended.payload, "", ""
+        else:
+            reply, error, category = b"", ended.error, ended.category
         seconds = time.time() - found.sample.began_at
         found.sample = replace(found.sample, seconds=seconds, reply=reply, error=error, category=category)
         if error not in ("", CANCELLED, LEFT):
@@ -82,9 +83,12 @@ class KeptSamples:
             if tenant in (None, name):
                 finished = (each.sample for each in reversed(samples.values()) if each.is_finished)
                 found += [sample for _, sample in zip(range(most), finished, strict=False)]
-        found = sorted(found, key=lambda sample: -sample.began_at)[:most]
-        sizes = accumulate(sample.size for sample in found)
-        return [sample for sample, size in zip(found, sizes, strict=True) if size <= most_bytes]
+        chosen = list[KeptSample]()
+        for sample in sorted(found, key=lambda sample: -sample.began_at)[:most]:
+            if sample.size <= most_bytes:  # one that is too large hides no others
+                chosen.append(sample)
+                most_bytes -= sample.size
+        return chosen
 
     def failed(self, tenant: str | None) -> list[KeptSample]:
         """The samples of a tenant, or of all, that failed last, without bodies; the newest first."""

@@ -92,7 +92,7 @@ def queued_operations(store: Store, tenant: str | None, limit: int) -> tuple[lis
 
 
 MOST_SEARCHED = 10_000
-"""Operations that one search looks at: whoever searches a long log goes on from there."""
+"""Operations that one search looks at; the next search goes on from there."""
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,7 @@ async def log_in(request: Request) -> Response:
 
 @open_router.post("/logout")
 async def log_out(request: Request) -> Response:
-    """End the login: whoever has a copy of its cookie is out, too."""
+    """End the login, and with it every copy of its cookie."""
     await front_of(request).tenants.log_out(request.headers)
     reply = RedirectResponse(LOGIN, 303)
     reply.delete_cookie(COOKIE)
