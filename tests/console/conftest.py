@@ -92,7 +92,7 @@ class Looking:
                 page.screenshot(path=self.shots / picture, full_page=True)
                 raise
             if PICTURES:
-                page.screenshot(path=Path(PICTURES) / picture, full_page=True)
+                page.screenshot(path=Path(PICTURES) / picture, full_page=True, animations="disabled")
         assert self.complaints == []
         assert page.title() != "owned"
 
