@@ -1,37 +1,56 @@
 """A real server, trained through the real SDK, and a real browser that looks at its pages.
 
-Screenshots lie in the test's directory. Without Chromium these tests are skipped.
+Without Chromium these tests are skipped.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import httpx
 import pytest
 import tinker
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 from tinker import types
 
 from tests.console.hostile import HOSTILE
-from tests.running import START_S, Server, serving, tinsmith
+from tests.running import START_S, Server, serving, tinsmith, tinsmith_here
 from tinsmith.models.tiny import write_tiny_model
 
 CHROMIUM = Path("/usr/bin/chromium")
+Look = tuple[Literal["light", "dark"], tuple[int, int]]
+"""A theme, and the size of a window in pixels."""
 WIDE, PHONE = (1440, 900), (390, 844)
-"""Sizes of a window, in pixels."""
+LIGHT: Look = ("light", WIDE)
+DARK: Look = ("dark", WIDE)
+DARK_PHONE: Look = ("dark", PHONE)
+
+PICTURES = os.environ.get("TINSMITH_TEST_PICTURES")
+"""A directory for pictures of all pages that are looked at; of one that is too wide, there is one in the test's own."""
+_FITS = """width => {
+    const root = document.documentElement;
+    return Math.abs(root.clientWidth - width) < 40 && root.scrollWidth <= root.clientWidth;
+}"""
+LOOK_S = 120.0
+"""How long tests wait for a page to change: seconds on a machine ten times as busy, for what takes a tenth of one."""
+ELSEWHERE = "tinsmith.test"
+"""A name that leads to this machine, and to which browsers give less than to 127.0.0.1, as to any without HTTPS."""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium without a window. While it is there, an event loop runs in this thread: no other test may have one."""
+    """Chromium without a window. While it is there, an event loop runs in this thread: no test may have one."""
     if not CHROMIUM.exists():
         pytest.skip(f"there is no browser: apt-get install chromium puts one at {CHROMIUM}")
-    expect.set_options(timeout=START_S * 1000)
+    expect.set_options(timeout=LOOK_S * 1000)
+    rules = f"--host-resolver-rules=MAP {ELSEWHERE} 127.0.0.1"
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", rules])
         yield found
         found.close()
 
@@ -44,49 +63,51 @@ class Looking:
         self.complaints: list[str] = []
 
     @contextmanager
-    def at(
-        self, path: str, theme: Any = "light", window: tuple[int, int] = WIDE, cookies: Any = (), **headers: str
-    ) -> Iterator[Page]:
-        """A page, once it is loaded; at the end it is judged, and kept as a picture."""
-        width, height = window
-        with self.browser.new_context(
-            color_scheme=theme, viewport={"width": width, "height": height}, extra_http_headers=headers
-        ) as context:
-            context.set_default_timeout(START_S * 1000)
-            context.add_cookies(list(cookies))
+    def at(self, path: str, look: Look = LIGHT) -> Iterator[Page]:
+        """A page, once it is loaded, without anything that pages before have left; at the end it is judged."""
+        theme, (width, height) = look
+        with self.browser.new_context(color_scheme=theme, viewport={"width": width, "height": height}) as context:
+            context.set_default_timeout(LOOK_S * 1000)
             page = context.new_page()
-            page.on("console", lambda said: self.complaints.append(f"{path}: {said.type}: {said.text}"))
-            page.on("pageerror", lambda error: self.complaints.append(f"{path}: {error}"))
+            page.on("console", lambda said: self.complaints.append(f"{page.url}: {said.type}: {said.text}"))
+            page.on("pageerror", lambda error: self.complaints.append(f"{page.url}: {error}"))
             page.goto(f"{self.url}{path}")
             yield page
-            self.judge(page, path, f"{theme}-{width}")
+            self.judge(page, look)
 
-    def judge(self, page: Page, path: str, how: str) -> None:
-        """No message in the browser's console, nothing that is wider than the window, no text obeyed as HTML."""
-        name = re.sub(r"[^\w]+", "-", path).strip("-") or "overview"
-        page.screenshot(path=self.shots / f"{name[:60]}-{how}.png", full_page=True)
+    def judge(self, page: Page, *looks: Look) -> None:
+        """See a page in each of these looks.
+
+        No message in the browser's console, nothing that is wider than the window, no text obeyed as HTML.
+        """
+        path = page.url.removeprefix(self.url)
+        name = re.sub(r"[^\w]+", "-", path).strip("-")[:60] or "overview"
+        for theme, (width, height) in looks:
+            page.emulate_media(color_scheme=theme)
+            page.set_viewport_size({"width": width, "height": height})
+            picture = f"{name}-{theme}-{width}.png"
+            try:  # charts are drawn again a moment after the window has changed
+                page.wait_for_function(_FITS, arg=width)
+            except Error:
+                page.screenshot(path=self.shots / picture, full_page=True)
+                raise
+            if PICTURES:
+                page.screenshot(path=Path(PICTURES) / picture, full_page=True, animations="disabled")
         assert self.complaints == []
-        root = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-        assert root[0] <= root[1], f"{path} is {root[0]} pixels wide in a window of {root[1]}"
         assert page.title() != "owned"
 
 
 @pytest.fixture
 def look(browser: Browser, server: Server, tmp_path: Path) -> Looking:
-    """The pages of a server that has trained."""
+    """The pages of the server that has trained."""
     return Looking(browser, server.url, tmp_path)
 
 
-@pytest.fixture
-def look_at_empty(browser: Browser, empty_server: Server, tmp_path: Path) -> Looking:
-    """The pages of a server on which nothing has happened."""
-    return Looking(browser, empty_server.url, tmp_path)
-
-
-@pytest.fixture
-def look_at_seeing(browser: Browser, seeing_server: Server, tmp_path: Path) -> Looking:
-    """The pages of a server whose model takes pictures."""
-    return Looking(browser, seeing_server.url, tmp_path)
+@pytest.fixture(scope="session")
+def http() -> Iterator[httpx.Client]:
+    """A client for all: making one takes a tenth of a second. It keeps no cookie."""
+    with httpx.Client(timeout=START_S) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
@@ -95,48 +116,78 @@ def options(family_dir: Callable[[str], Path]) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def empty_server(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("empty"), *options) as running:
-        running.wait_for_health()
-        yield running
+def service(server: Server) -> Iterator[tinker.ServiceClient]:
+    """A client of the server that has trained; its models stay in memory."""
+    with connect(server) as service:
+        yield service
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A server with keys, and two processes that answer HTTP: a page, its stream and its cookie meet any of them."""
+
+    server: Server
+    keys: dict[str, str]
+    """Of the tenants vision and audio, of one who never does anything, and of the admin root."""
+
+    def log_in(self, page: Page, name: str) -> None:
+        """Give the key to the page that asks for it."""
+        expect(page).to_have_title("Log in · Tinsmith")
+        page.get_by_label("API key").fill(self.keys[name])
+        page.get_by_role("button", name="Log in").click()
 
 
 @pytest.fixture(scope="session")
-def server(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on which a run has trained, saved and failed, with hostile text wherever a client may put some."""
-    with serving(tmp_path_factory.mktemp("console"), *options) as running:
+def keyed(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    directory = tmp_path_factory.mktemp("keyed")
+    made = {
+        name: tinsmith_here("keys", "add", name, *more, "--data-dir", str(directory / "data"))
+        for name, more in (("vision", ()), ("audio", ()), ("idle", ()), ("root", ("--role", "admin")))
+    }
+    keys = {name: done.stdout.split()[-1] for name, done in made.items()}
+    with serving(directory, *options, "--http-servers", "2", "--allowed-host", ELSEWHERE) as running:
         running.wait_for_health()
-        with connect(running) as service:
-            train(new_model(service), 12)
-        yield running
+        yield Keyed(running, keys)
 
 
 @pytest.fixture(scope="session")
 def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the runs that `seeing_server` shows."""
+    """The directory of the runs that `server` shows."""
     return tmp_path_factory.mktemp("rollouts")
 
 
 @pytest.fixture(scope="session")
-def seeing_server(rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose model takes pictures, and on which a run of reinforcement learning has played and learnt."""
-    directory, options = tmp_path_factory.mktemp("seeing"), ["--kv-cache-gib", "0.1", "--run-files", str(rollouts)]
+def server(options: list[str], rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a model that takes pictures and one that does not.
+
+    A run has trained, saved and failed, with hostile text wherever a client may put some, and a run of reinforcement
+    learning has played and learnt.
+    """
+    directory = tmp_path_factory.mktemp("console")
     write_tiny_model("qwen3-vl", directory / "model")
-    with serving(directory, "--base-model", f"seeing={directory / 'model'}", *options) as running:
+    seeing = ["--base-model", f"seeing={directory / 'model'}", "--run-files", str(rollouts)]
+    with serving(directory, *seeing, *options) as running:
         running.wait_for_health()
-        tree: dict[str, dict[str, Any]] = {
-            "server": {"url": running.url, "api_key": "tml-console"},
-            "model": {"base_model": "seeing", "rank": 4},
-            "env": {"name": "tests.console.shouting:Shouting", "max_failed_share": 1.0, "max_failed_groups": 9},
-            "generation": {"max_tokens": 8},
-            "training": {"steps": 3, "groups": 7, "group_size": 4},
-            "prompts": {"count": 7},
-            "output": {"directory": str(rollouts / "a run"), "trackers": [], "save_every": 1},
-        }
-        (directory / "run.yaml").write_text(json.dumps(tree))  # which is YAML, too
-        done = tinsmith("rl", str(directory / "run.yaml"))  # here, the browser's event loop would be in its way
-        assert done.returncode == 0, done.stderr
+        with connect(running) as service:
+            train(new_model(service), 4)
+        learn(running, rollouts / "a run", directory / "run.yaml")
         yield running
+
+
+def learn(server: Server, output: Path, config: Path) -> None:
+    """Run `tinsmith rl`."""
+    tree: dict[str, dict[str, Any]] = {
+        "server": {"url": server.url, "api_key": "tml-console"},
+        "model": {"base_model": "seeing", "rank": 4},
+        "env": {"name": "tests.console.shouting:Shouting", "max_failed_share": 1.0, "max_failed_groups": 9},
+        "generation": {"max_tokens": 8},
+        "training": {"steps": 3, "groups": 7, "group_size": 3},
+        "prompts": {"count": 7},
+        "output": {"directory": str(output), "trackers": [], "save_every": 1},
+    }
+    config.write_text(json.dumps(tree))  # which is YAML, too
+    done = tinsmith("rl", str(config))  # here, the browser's event loop would be in its way
+    assert done.returncode == 0, done.stderr
 
 
 def connect(server: Server, key: str = "tml-console") -> tinker.ServiceClient:

@@ -1,16 +1,17 @@
 """Every page in a real browser: in both themes, at the width of a phone, with data and without."""
 
+import json
 import re
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect
+import tinker
+from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.console.conftest import PHONE, WIDE, Looking, connect, new_model, step
+from tests.console.conftest import DARK, DARK_PHONE, LIGHT, Keyed, Looking, connect, new_model, step
 from tests.console.hostile import HOSTILE
-from tests.running import Server, serving, tinsmith_here
+from tests.running import Server
 
 PAGES = (
     *("/", "/runs", "/operations", "/operations?status=failed", "/settings"),
@@ -18,137 +19,196 @@ PAGES = (
 )
 """Pages that need nothing to be there."""
 OF_A_RUN = ("/runs/{run}", "/runs/{run}/batches", "/runs?compare={run}&smooth=0.9", "/operations/{run}/1")
-LOOKS = [("light", WIDE), ("dark", WIDE), ("dark", PHONE)]
 
 
 @pytest.fixture(scope="session")
-def run(server: Server) -> str:
+def run(server: Server, http: httpx.Client) -> str:
     """The id of the run that has trained."""
-    found: str = httpx.get(f"{server.url}/runs.json").json()["runs"][-1]["model_id"]
+    return oldest_run(server, http, "text")
+
+
+def oldest_run(server: Server, http: httpx.Client, base_model: str) -> str:
+    runs = http.get(f"{server.url}/runs.json").json()["runs"]
+    found: str = [each["model_id"] for each in runs if each["base_model"] == base_model][-1]
     return found
 
 
-@pytest.mark.parametrize(("theme", "window"), LOOKS)
-@pytest.mark.parametrize("path", [*PAGES, *OF_A_RUN])
-def test_a_page_is_shown_with_data(look: Looking, run: str, path: str, theme: Any, window: tuple[int, int]) -> None:
-    with look.at(path.replace("{run}", run), theme, window) as page:
-        expect(page.locator("main h1")).to_be_attached()
-        if ("batches" not in path and "runs/" in path) or "compare" in path:
-            expect(page.locator("[data-metric='loss:sum'] canvas")).to_be_visible()
+HOSTILE_PAGES = ("/", "/runs", "/operations?status=failed", "/runs/{run}", "/runs/{run}/batches")
+"""Pages with a text that somebody has sent: metadata, errors, tokens."""
 
 
-@pytest.mark.parametrize("path", PAGES)
-def test_a_page_is_shown_where_nothing_has_happened(look_at_empty: Looking, path: str) -> None:
-    with look_at_empty.at(path, window=PHONE) as page:
-        expect(page.locator("main h1")).to_be_attached()
+def test_pages_are_shown_with_data(look: Looking, run: str) -> None:
+    """Hostile text is shown as text; `judge` sees that none was obeyed."""
+    with look.at("/", DARK_PHONE) as page:
+        for template in (*PAGES, *OF_A_RUN):
+            path = template.replace("{run}", run)
+            page.goto(f"{look.url}{path}")
+            expect(page.locator("main h1")).to_be_attached()
+            if template in ("/runs/{run}", "/runs?compare={run}&smooth=0.9"):
+                expect(page.locator("[data-metric='loss:sum'] canvas")).to_be_visible()
+            if template.endswith("batches"):
+                expect(page.locator(".tokens").first).to_contain_text("<script>document.title=")
+            elif template in HOSTILE_PAGES:
+                expect(page.get_by_text("<script>").first).to_be_visible()
+            look.judge(page, DARK_PHONE, DARK, LIGHT)
 
 
-@pytest.mark.parametrize("path", [*PAGES, *OF_A_RUN])
-def test_a_page_is_json_too(server: Server, run: str, path: str) -> None:
-    place, question, query = path.replace("{run}", run).partition("?")
-    reply = httpx.get(f"{server.url}{'/overview' if place == '/' else place}.json{question}{query}")
-    assert reply.status_code == 200
-    assert reply.headers["content-type"] == "application/json"
-    assert isinstance(reply.json(), dict)
+def test_pages_are_shown_where_nothing_has_happened(browser: Browser, keyed: Keyed, tmp_path: Path) -> None:
+    look = Looking(browser, keyed.server.url, tmp_path)
+    with look.at("/runs", DARK_PHONE) as page:
+        keyed.log_in(page, "idle")
+        for path in PAGES:
+            if path != "/settings":  # for admins
+                page.goto(f"{look.url}{path}")
+                expect(page.locator("main h1")).to_be_attached()
+                assert page.locator("main tbody tr:not(:has(.none))").count() == 0 or path == "/"
+                look.judge(page, DARK_PHONE)
 
 
-def test_hostile_text_is_shown_as_text(look: Looking, run: str) -> None:
-    """Wherever a client can put some: metadata, errors, tokens. `judge` sees that none was obeyed."""
-    for path in (f"/runs/{run}", "/runs", "/operations?status=failed", "/"):
-        with look.at(path) as page:
-            expect(page.get_by_text("<script>").first).to_be_visible()
-    with look.at(f"/runs/{run}/batches") as page:
-        expect(page.locator(".tokens").first).to_contain_text("<script>document.title=")
+def test_pages_are_json_too(server: Server, run: str, http: httpx.Client) -> None:
+    for path in (*PAGES, *OF_A_RUN):
+        place, question, query = path.replace("{run}", run).partition("?")
+        reply = http.get(f"{server.url}{'/overview' if place == '/' else place}.json{question}{query}")
+        assert reply.status_code == 200, path
+        assert reply.headers["content-type"] == "application/json"
+        assert isinstance(reply.json(), dict)
+
+
+def test_hostile_text_in_an_address_is_shown_as_text(server: Server, http: httpx.Client) -> None:
     for path in ("/nothing", f"/runs?project={HOSTILE}", f"/runs/{HOSTILE}", f"/operations?status={HOSTILE}"):
-        reply = httpx.get(f"{look.url}{path}", headers={"Accept": "text/html"})
+        reply = http.get(f"{server.url}{path}", headers={"Accept": "text/html"})
         assert reply.headers["content-type"].startswith("text/html")
         assert "<script>document" not in reply.text
         assert "<img" not in reply.text
 
 
-def test_a_curve_moves_while_a_run_trains(look: Looking, server: Server) -> None:
-    with connect(server) as service:
-        model = new_model(service)
-        step(model)
-        with look.at(f"/runs/{model.model_id}") as page:
-            before = drawn_steps(page)
-            for _ in range(3):
-                step(model)
-            expect(page.locator("[data-version='4']")).to_be_attached()
-            expect(page.locator("[data-curves][data-steps='4']")).to_be_attached()
-            points = page.evaluate("document.querySelector(\"[data-metric='loss:sum']\").plot.data[0].length")
-            assert before in ("1", None)
-            assert points == 4
-
-
-def drawn_steps(page: Page) -> str | None:
-    return page.locator("[data-curves]").get_attribute("data-steps")
-
-
-def test_a_checkpoint_is_published_and_deleted_from_its_page(look: Looking, server: Server) -> None:
-    with connect(server) as service:
-        model = new_model(service)
+def test_a_curve_moves_while_a_run_trains_whose_checkpoint_is_published_and_deleted(
+    look: Looking, service: tinker.ServiceClient
+) -> None:
+    model = new_model(service)
+    step(model)
+    with look.at(f"/runs/{model.model_id}") as page:
+        expect(page.locator("[data-curves][data-steps='1']")).to_be_attached()
+        for _ in range(3):
+            step(model)
         model.save_state("to-delete").result()
-        with look.at(f"/runs/{model.model_id}") as page:
-            page.on("dialog", lambda dialog: dialog.accept())
-            page.get_by_role("button", name="Publish").click()
-            expect(page.get_by_role("button", name="Unpublish")).to_be_visible()
-            page.get_by_role("button", name="Delete").click()
-            expect(page.locator("#checkpoints .none")).to_be_visible()
+        expect(page.locator("[data-version='4']")).to_be_attached()
+        expect(page.locator("[data-curves][data-steps='4']")).to_be_attached()
+        assert page.evaluate("document.querySelector(\"[data-metric='loss:sum']\").plot.data[0].length") == 4
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.get_by_role("button", name="Publish").click()
+        expect(page.get_by_role("button", name="Unpublish")).to_be_visible()
+        page.get_by_role("button", name="Delete").click()
+        expect(page.locator("#checkpoints .none")).to_be_visible()
 
 
-def test_runs_are_compared_by_marking_them_and_the_address_says_so(look: Looking, server: Server) -> None:
-    with connect(server) as service:
-        step(new_model(service))
-        with look.at("/runs") as page:
-            for box in page.locator("input[name=compare]").all()[:2]:
-                box.check()
-            page.get_by_role("button", name=re.compile("Compare")).click()
-            expect(page.locator("h1")).to_have_text("2 runs compared")
-            expect(page.locator("[data-metric='loss:sum'] canvas")).to_be_visible()
-            assert "compare=" in page.url
+def test_runs_are_compared_by_marking_them_and_the_address_says_so(
+    look: Looking, run: str, service: tinker.ServiceClient
+) -> None:
+    other = new_model(service)
+    step(other)
+    with look.at("/runs") as page:
+        page.locator(f"input[name=compare][value='{run}']").check()
+        row = page.locator("#runs tr", has=page.locator(f"input[value='{other.model_id}']"))
+        operations = row.locator("td").nth(5)
+        before = operations.inner_text()
+        step(other)
+        expect(operations).not_to_have_text(before)  # the page has changed, and the mark is still there
+        page.locator(f"input[name=compare][value='{other.model_id}']").check()
+        page.get_by_role("button", name=re.compile("Compare")).click()
+        expect(page.locator("h1")).to_have_text("2 runs compared")
+        expect(page.locator("[data-metric='loss:sum'] canvas")).to_be_visible()
+        assert "compare=" in page.url
+
+
+def test_the_page_of_a_run_shows_what_tinsmith_rl_has_written(
+    look: Looking, server: Server, rollouts: Path, http: httpx.Client
+) -> None:
+    """Rewards, and the divergence of sampler and trainer, which operations do not return; a link to the episodes."""
+    written = [json.loads(line) for line in (rollouts / "a run" / "metrics.jsonl").read_text().splitlines()]
+    url = look.url
+    run = oldest_run(server, http, "seeing")
+    drawn = http.get(f"{url}/curves.json?runs={run}").json()["runs"][0]["curves"]
+    for name in ("reward", "kl_sampler_trainer"):
+        points = [(line["step"], line[name]) for line in written if name in line]
+        assert list(zip(drawn[f"rl/{name}"]["x"], drawn[f"rl/{name}"]["y"], strict=True)) == points
+        assert len(points) == 3
+    with look.at(f"/runs/{run}") as page:
+        expect(page.locator("[data-metric='rl/reward'] canvas")).to_be_visible()
+        expect(page.locator("[data-metric='rl/kl_sampler_trainer'] .meaning")).to_contain_text("KL of sampler")
+        page.get_by_role("link", name="Episodes of a run").click()
+        expect(page).to_have_title("a run · Tinsmith")
 
 
 def test_pages_are_reached_by_keys(look: Looking) -> None:
-    with look.at("/") as page:
-        page.keyboard.press("g")
-        page.keyboard.press("o")
-        expect(page).to_have_title("Operations · Tinsmith")
+    with look.at("/runs") as page:
+        for title in ("Samples", "Overview", "Operations", "Runs", "Rollouts"):
+            page.wait_for_load_state()
+            page.keyboard.press("g")
+            page.keyboard.press(title[0].lower())
+            expect(page).to_have_title(f"{title} · Tinsmith")
 
 
 def test_a_server_with_keys_asks_for_one_and_shows_each_tenant_its_own(
-    browser: Browser, options: list[str], tmp_path: Path
+    browser: Browser, keyed: Keyed, http: httpx.Client, tmp_path: Path
 ) -> None:
-    """Two HTTP servers, so a page, its stream and its cookie are answered by any of them."""
-    data = str(tmp_path / "data")
-    keys = {
-        name: tinsmith_here("keys", "add", name, *more, "--data-dir", data).stdout.split()[-1]
-        for name, more in (("vision", ()), ("audio", ()), ("root", ("--role", "admin")))
-    }
-    with serving(tmp_path, *options, "--http-servers", "2") as server:
-        server.wait_for_health()
-        with connect(server, keys["vision"]) as service:
-            model = new_model(service)
-            step(model)
-            look = Looking(browser, server.url, tmp_path)
+    url = keyed.server.url
+    with connect(keyed.server, keyed.keys["vision"]) as service:
+        model = new_model(service)
+        step(model)
+        with Looking(browser, url, tmp_path).at("/runs?project=") as page:
             for name, sees in (("vision", True), ("audio", False), ("root", True)):
-                with look.at("/runs?project=") as page:
-                    expect(page).to_have_title("Log in · Tinsmith")
-                    page.get_by_label("API key").fill(keys[name])
-                    page.get_by_role("button", name="Log in").click()
-                    expect(page).to_have_title("Runs · Tinsmith")
-                    assert page.locator("input[name=compare]").count() == sees
-                    assert page.request.get(f"{server.url}/runs/{model.model_id}.json").status == (200 if sees else 404)
-                    assert page.request.get(f"{server.url}/settings.json").status == (200 if name == "root" else 403)
-                    (cookie,) = page.context.cookies()
-                    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
-                    page.get_by_role("button", name="Log out").click()
-                    expect(page).to_have_title("Log in · Tinsmith")
-                    assert page.context.cookies() == []
-        reply = httpx.post(f"{server.url}/login", data={"key": "tml-wrong", "next": "//evil.example"})
-        assert reply.status_code == 401
-        assert "set-cookie" not in reply.headers
-        reply = httpx.post(f"{server.url}/login", data={"key": keys["audio"], "next": "//evil.example"})
-        assert reply.headers["location"] == "/"
-        tampered = {"tinsmith_login": reply.cookies["tinsmith_login"].replace(".", "x.", 1)}
-        assert httpx.get(f"{server.url}/runs.json", cookies=tampered).status_code == 401
+                page.goto(f"{url}/runs?project=")
+                keyed.log_in(page, name)
+                expect(page).to_have_title("Runs · Tinsmith")
+                assert page.locator("input[name=compare]").count() == sees
+                assert page.request.get(f"{url}/runs/{model.model_id}.json").status == (200 if sees else 404)
+                assert page.request.get(f"{url}/settings.json").status == (200 if name == "root" else 403)
+                (cookie,) = page.context.cookies()
+                assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+                page.get_by_role("button", name="Log out").click()
+                expect(page).to_have_title("Log in · Tinsmith")
+                assert page.context.cookies() == []
+    reply = http.post(f"{url}/login", data={"key": "tml-wrong", "next": "//evil.example"})
+    assert reply.status_code == 401
+    assert "set-cookie" not in reply.headers
+    reply = http.post(f"{url}/login", data={"key": keyed.keys["audio"], "next": "//evil.example"})
+    http.cookies.clear()
+    assert reply.headers["location"] == "/"
+    tampered = {"Cookie": f"tinsmith_login=x{reply.cookies['tinsmith_login']}"}
+    assert http.get(f"{url}/runs.json", headers=tampered).status_code == 401
+
+
+def test_many_open_pages_leave_connections_for_others(look: Looking) -> None:
+    """A browser has six connections to a server: the streams of the newest pages that are shown take three."""
+    with look.at("/") as first:
+        expect(streaming(first, "open")).to_be_attached()
+        others = [first.context.new_page() for _ in range(6)]
+        for page in others:
+            page.goto(f"{look.url}/runs")
+            expect(streaming(page, "open")).to_be_attached()
+        expect(streaming(first, "paused")).to_be_attached()
+        expect(first.locator("#notice")).to_contain_text("Many pages")
+        first.locator("#health").click()
+        expect(streaming(first, "open")).to_be_attached()
+        hide(first, "hidden")
+        expect(streaming(first, "paused")).to_be_attached()
+        hide(first, "visible")
+        expect(streaming(first, "open")).to_be_attached()
+        for page in others[:4]:
+            expect(streaming(page, "paused")).to_be_attached()
+
+
+def streaming(page: Page, state: str) -> Locator:
+    return page.locator(f"html[data-stream='{state}']")
+
+
+def hide(page: Page, state: str) -> None:
+    """As a browser with a window does with the page of a tab that is not shown; one without shows all."""
+    page.evaluate(
+        """state => {
+            Object.defineProperty(document, "visibilityState", { value: state, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        state,
+    )

@@ -1,6 +1,7 @@
 """Pages as HTTP answers them: streams that many share, who may see what, errors as pages."""
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -13,8 +14,8 @@ from tinsmith.console.pages import STATIC, static_files
 from tinsmith.server import console, live
 from tinsmith.server.live import LivePages
 from tinsmith.server.replies import UnauthorizedError
-from tinsmith.server.signatures import COOKIE
-from tinsmith.store.keys import add_key, list_keys, revoke_key
+from tinsmith.server.tenants import COOKIE, Tenants
+from tinsmith.store.keys import LOGIN_S, MOST_LOGINS, add_key, begin_login, find_login, list_keys, revoke_key
 
 
 def key_id_of(server: Served, name: str) -> str:
@@ -173,11 +174,45 @@ async def test_a_cookie_stands_for_its_key_on_every_route_until_that_ends(server
         assert (await server.client.get(path, headers=cookie)).status_code == 200
     beside = {"Cookie": f'a b=c; other={{"x": 1}}; {COOKIE}={value}'}
     assert (await server.client.get("/runs.json", headers=beside)).status_code == 200
-    forged = {"Cookie": f"{COOKIE}={value.replace(value.partition('.')[0], 'bob')}"}
+    forged = {"Cookie": f"{COOKIE}={key_id_of(server, 'alice')}{value}"}
     assert (await server.client.get("/runs.json", headers=forged)).status_code == 401
     revoke_key(server.store, "alice")
     await server.front.tenants.caller({"x-api-key": add_key(server.store, key("carol"))})  # reads the keys again
     assert (await server.client.get("/runs.json", headers=cookie)).status_code == 401
+
+
+async def test_a_copy_of_a_cookie_is_worth_nothing_after_the_logout(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant: A logout ends its cookie on the server: here at once, in other processes when they look again."""
+    text = add_key(server.store, key("alice"))
+    cookies = [(await server.client.post("/login", data={"key": text})).cookies[COOKIE] for _ in range(2)]
+    server.client.cookies.clear()
+    one, other = ({"Cookie": f"{COOKIE}={value}"} for value in cookies)
+    beside = Tenants(server.front.store, list)
+    for headers in (one, other):
+        assert (await server.client.get("/runs.json", headers=headers)).status_code == 200
+        assert (await beside.caller({"cookie": headers["Cookie"]})).tenant == "alice"
+    reply = await server.client.post("/logout", headers=one)
+    assert (reply.status_code, reply.headers["location"]) == (303, "/login")
+    assert (await server.client.get("/runs.json", headers=one)).status_code == 401
+    assert (await server.client.get("/runs.json", headers=other)).status_code == 200
+    beside._logins.expire(math.inf)
+    with pytest.raises(UnauthorizedError):
+        await beside.caller({"cookie": one["Cookie"]})
+    assert (await server.client.post("/logout")).status_code == 303
+
+
+def test_a_login_ends_after_a_month_and_when_there_are_too_many(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [begin_login(server.store, "alice") for _ in range(MOST_LOGINS + 1)]
+    assert [find_login(server.store, each) for each in (texts[0], texts[1], texts[-1])] == [None, "alice", "alice"]
+    other = begin_login(server.store, "bob")
+    assert find_login(server.store, texts[1]) == "alice"
+    now = time.time()
+    monkeypatch.setattr("tinsmith.store.keys.time.time", lambda: now + LOGIN_S + 60)
+    assert find_login(server.store, other) is None
 
 
 async def test_pages_of_a_tenant_name_nothing_of_another(server: Served) -> None:
@@ -204,8 +239,8 @@ async def test_a_login_counts_at_once_in_a_process_that_has_old_keys(server: Ser
     add_key(server.store, key("alice"))
     assert (await server.client.get("/runs.json")).status_code == 401  # the keys are read
     text = add_key(server.store, key("bob"))
-    login = {"Cookie": f"{COOKIE}={server.front.logins.cookie(key_id_of(server, 'bob'))}"}
     assert text
+    login = {"Cookie": f"{COOKIE}={begin_login(server.store, key_id_of(server, 'bob'))}"}
     assert (await server.client.get("/runs.json", headers=login)).status_code == 200
 
 

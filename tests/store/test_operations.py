@@ -2,15 +2,16 @@
 
 import json
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.databases import run_sql
+from tinsmith.store import operations
 from tinsmith.store.commands import FIRST_REQUEST_BYTES, FIRST_REQUESTS
 from tinsmith.store.operations import (
-    failed_operations,
     find_operation,
     last_metrics,
     list_operations,
@@ -117,13 +118,56 @@ def test_the_log_is_searched_by_run_kind_and_state(store: Store) -> None:
     append(store, foreign, 1)
     failed = Outcome(f"{run}/2", None, None, "too long", "user")
     store.record([done(run, 1), failed, done(foreign, 1)])
-    assert [each.seq_id for each in list_operations(store, "alice", 9)] == [3, 2, 1, 0]
-    assert [each.seq_id for each in list_operations(store, "alice", 9, status="done")] == [1, 0]
-    assert [each.seq_id for each in list_operations(store, "alice", 9, status="queued")] == [3]
-    assert [each.kind for each in list_operations(store, None, 9, kind="create_model")] == ["create_model"] * 2
-    assert {each.model_id for each in list_operations(store, None, 9, model_id=foreign)} == {foreign}
-    newest, *rest = list_operations(store, "alice", 2)
-    assert list_operations(store, "alice", 9, before=newest.number)[0] == rest[0]
-    assert [(each.seq_id, each.error) for each in failed_operations(store, "alice", 9)] == [(2, "too long")]
-    assert failed_operations(store, "bob", 9) == []
+    own = partial(found, store, "alice")
+    assert own() == [3, 2, 1, 0]
+    assert own(status="done") == [1, 0]
+    assert own(status="queued") == [3]
+    assert own(status="failed") == [2]
+    assert found(store, "bob", status="failed") == []
+    assert [each.kind for each in list_operations(store, None, 9, kind="create_model").operations] == [
+        "create_model"
+    ] * 2
+    assert {each.model_id for each in list_operations(store, None, 9, model_id=foreign).operations} == {foreign}
+    assert own(model_id=foreign) == []
+    (failure,) = list_operations(store, "alice", 9, status="failed").operations
+    assert failure.error == "too long"
     assert find_operation(store, run, 2).request_id == f"{run}/2"
+
+
+def found(store: Store, tenant: str | None, **wanted: Any) -> list[int]:
+    return [each.seq_id for each in list_operations(store, tenant, 9, **wanted).operations]
+
+
+@pytest.mark.parametrize("wanted", [{}, {"status": "done"}, {"kind": "forward_backward"}, {"model_id": "a:train:0"}])
+def test_a_search_of_a_long_log_goes_on_where_it_stopped(
+    store: Store, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
+) -> None:
+    """Invariant: One search of the log looks at so many operations, however long it is, and none is passed over."""
+    monkeypatch.setattr(operations, "MOST_SEARCHED", 5)
+    run, foreign = run_of(store, "a", "alice"), run_of(store, "b", "bob")
+    for number in range(1, 21):
+        append(store, run if number % 7 == 0 else foreign, number)
+    store.record([done(run, number) for number in (7, 14)])
+    for tenant, limit in (("alice", 9), ("alice", 1), (None, 2)):
+        seen, before, searches = list[tuple[str, int]](), None, 0
+        while searches == 0 or before is not None:
+            part = list_operations(store, tenant, limit, before, **wanted)
+            assert part.older is None or before is None or part.older < before
+            seen += [(each.model_id, each.seq_id) for each in part.operations]
+            before, searches = part.older, searches + 1
+        every = list_operations(store, tenant, 99, **wanted)
+        monkeypatch.setattr(operations, "MOST_SEARCHED", 1000)
+        whole = list_operations(store, tenant, 99, **wanted)
+        monkeypatch.setattr(operations, "MOST_SEARCHED", 5)
+        assert seen == [(each.model_id, each.seq_id) for each in whole.operations]
+        assert len(every.operations) <= 5
+        assert whole.older is None
+
+
+def test_failures_are_found_behind_many_that_did_not_fail(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "MOST_SEARCHED", 3)
+    run = run_of(store, "a", "alice")
+    append(store, run, *range(1, 20))
+    store.record([Outcome(f"{run}/1", None, None, "too long", "user"), *(done(run, each) for each in range(2, 20))])
+    assert found(store, "alice", status="failed") == [1]
+    assert found(store, None, status="queued") == []

@@ -53,7 +53,7 @@ MADE_UP = """
 from alembic import op
 from sqlalchemy import Column, Text
 
-revision, down_revision = "12", "11"
+revision, down_revision = "13", "12"
 
 def upgrade():
     op.add_column("sessions", Column("mood", Text, server_default="calm"))
@@ -65,8 +65,8 @@ def next_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this Tinsmith one whose schema has a made-up revision more."""
     with as_file(files("tinsmith.store") / "revisions") as revisions:
         shutil.copytree(revisions, directory)
-    (directory / "versions" / "v12_made_up.py").write_text(MADE_UP)
-    monkeypatch.setattr(schema, "REVISION", "12")
+    (directory / "versions" / "v13_made_up.py").write_text(MADE_UP)
+    monkeypatch.setattr(schema, "REVISION", "13")
     monkeypatch.setattr(versions, "REVISIONS", str(directory))
 
 
@@ -79,7 +79,7 @@ def test_a_database_of_the_version_before_is_migrated_once(tmp_path: Path, monke
         with closing(Store.open(tmp_path)) as store:
             assert store.session("s") is not None
         assert run_sql(tmp_path, "SELECT session_id, mood FROM sessions") == [("s", "calm")]
-        assert run_sql(tmp_path, "SELECT version_num FROM alembic_version") == [("12",)]
+        assert run_sql(tmp_path, "SELECT version_num FROM alembic_version") == [("13",)]
 
 
 @pytest.mark.usefixtures("database")
@@ -125,7 +125,7 @@ def test_every_revision_leads_to_the_next_and_is_installed(store: Store, tmp_pat
 
 
 UNKNOWN = r" is damaged: it has tables, and its schema version is (None|'x')\. Put back a copy"
-NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 11: use the newer one, or another data_dir"
+NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 12: use the newer one, or another data_dir"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def view(directory: Path, port: int, server: str, tell: Callable[[str], None]) -
         taken = f"--port {port} is taken on 127.0.0.1; take another, or 0 for any that is free"
         with translated(OSError, ConfigError, lambda _: taken):
             listening.bind(("127.0.0.1", port))
+            listening.listen()  # a browser may come as soon as the address is told
         tell(f"http://127.0.0.1:{listening.getsockname()[1]} shows {directory}; Ctrl-C ends it")
         config = uvicorn.Config(view_app(RunFiles(directory, server)), lifespan="off", log_level="warning", ws="none")
         asyncio.run(uvicorn.Server(config).serve([listening]))

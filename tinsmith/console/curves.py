@@ -45,10 +45,27 @@ MEANINGS = {
 """The meaning of a metric, in plain words."""
 
 
+ROLLOUTS = "rl/"
+"""Prefix of the metrics that `tinsmith rl` has written."""
+OF_ROLLOUTS = {
+    "reward": ("Reward", "mean of a batch; it should rise"),
+    "eval/reward": ("Reward of evaluations", "on prompts that are not trained on"),
+    "entropy": ("Entropy", "nats per token; near 0 the model tries nothing new"),
+    "response_tokens": ("Tokens of an episode", "that the model sampled"),
+    "kl_sampler_trainer": ("KL of sampler and trainer", "near 0 they compute the same"),
+    "zero_variance_groups": ("Groups that teach nothing", "share whose rewards are all equal"),
+    "staleness": ("Staleness", "steps between the weights that sampled and those that learn"),
+}
+"""Those of them that are drawn, with title and meaning."""
+
+
 def meaning(name: str) -> str:
     """Say in plain words what a metric is."""
     if name in MEANINGS:
         return MEANINGS[name]
+    if name.startswith(ROLLOUTS):
+        title, told = OF_ROLLOUTS[name.removeprefix(ROLLOUTS)]
+        return f"{title}: {told}. By step of `tinsmith rl`, which may have several optimizer steps."
     if name.startswith(FORWARD):
         return f"{name.removeprefix(FORWARD)} of passes without gradients, such as an evaluation on other data."
     how = {"sum": "Summed over the step.", "mean": "Mean over the datums of the step."}
@@ -145,10 +162,11 @@ class Curves:
         """
         with self._lock:
             series = {name: (steps[:], values[:]) for name in self.names for steps, values in [self._series[name]]}
-        return {name: _drawn(steps, values, smoothing, most) for name, (steps, values) in series.items()}
+        return {name: drawn(steps, values, smoothing, most) for name, (steps, values) in series.items()}
 
 
-def _drawn(steps: Sequence[int], values: Sequence[float], smoothing: float, most: int) -> dict[str, list[Any]]:
+def drawn(steps: Sequence[int], values: Sequence[float], smoothing: float, most: int = POINTS) -> dict[str, list[Any]]:
+    """Return about `most` points of a curve, as `Curves.drawn` does of all."""
     at = downsample(steps, values, most)
     found: dict[str, list[Any]] = {"x": [steps[each] for each in at], "y": [_finite(values[each]) for each in at]}
     if smoothing:

@@ -3,25 +3,15 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from tinsmith.config import Config
 from tinsmith.config_values import settings_of
 from tinsmith.observing.spans import OPERATIONS, PASSES, Span
 from tinsmith.store.operations import ShownOperation
-from tinsmith.store.records import ApiKey, Used, UsedBy
+from tinsmith.store.records import ApiKey, CommandKind, Used, UsedBy
 
-KINDS = (
-    "create_model",
-    "create_from_checkpoint",
-    "forward_backward",
-    "optim_step",
-    "save_weights",
-    "save_weights_for_sampler",
-    "save_weights_external",
-    "load_weights",
-    "rejected",
-)
+KINDS: tuple[str, ...] = get_args(CommandKind)
 STATUSES = ("queued", "done", "failed")
 """Kinds and states that the log is searched for."""
 _MOST_PASSES = 60

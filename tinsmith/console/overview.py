@@ -3,8 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import quote
 
+from tinsmith.console.pages import short
 from tinsmith.console.phases import IDLE, REASONS
+from tinsmith.console.samples import KeptSample, label_of
 from tinsmith.store.operations import QueuedOperation, ShownOperation
 from tinsmith.store.records import Used, UsedBy
 
@@ -15,18 +18,43 @@ _WORK = ("backward", "forward", "optimizer", "sampling")
 def overview(
     about: Mapping[str, Any],
     queued: tuple[Sequence[QueuedOperation], int],
-    failed: Sequence[ShownOperation],
+    failures: Sequence[Mapping[str, Any]],
     used: Iterable[UsedBy],
 ) -> dict[str, Any]:
-    """Return what the page shows, of what the hub says `about` itself and the database has."""
+    """Return what the page shows, of what the hub says `about` itself and the database has; errors as `last_errors`."""
     waiting, count = queued
     return {
         **about,
         "time_of_devices": time_of_devices(about["phases"]["workers"]),
         "queue": {"count": count, "oldest": [asdict(each) for each in waiting]},
-        "last_errors": [asdict(each) for each in failed],
+        "last_errors": list(failures),
         "used_today": used_by_tenant(used),
     }
+
+
+def last_errors(operations: Iterable[ShownOperation], samples: Iterable[KeptSample]) -> list[dict[str, Any]]:
+    """Return operations and samples that failed, the newest first, each with the page that has more of it."""
+    found = [
+        {
+            **asdict(each),
+            "url": f"/operations/{quote(each.model_id, safe='')}/{each.seq_id}",
+            "label": f"{short(each.model_id)}/{each.seq_id}",
+        }
+        for each in operations
+    ]
+    found += [
+        {
+            "kind": "sample",
+            "finished_at": each.ended_at,
+            "error": each.error,
+            "category": each.category,
+            "tenant": each.tenant,
+            "url": each.url,
+            "label": label_of(each.weights_id or each.base_model),
+        }
+        for each in samples
+    ]
+    return sorted(found, key=lambda each: -each["finished_at"])
 
 
 def time_of_devices(workers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """Data of the pages on rollouts: runs, the steps of a run, groups of a step, and one trajectory token by token."""
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
@@ -9,7 +8,10 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from tinsmith.console.charts import downsample
-from tinsmith.console.run_files import Heading, Json, RunDirectory, RunFiles, checkpoint_before
+from tinsmith.console.curves import OF_ROLLOUTS, drawn
+from tinsmith.console.curves import ROLLOUTS as OF_RL
+from tinsmith.console.run_files import MOST_BYTES, Heading, Json, RunDirectory, RunFiles, checkpoint_before
+from tinsmith.console.texts import GAPS, SHARES, SURPRISES, ShadedTokens, end_of, pieces_of
 from tinsmith.errors import NotFoundError, UserError, quoted
 
 ROLLOUTS = "/rollouts"
@@ -25,10 +27,6 @@ COLOURS = {
     "advantage": "advantage of each token, as a share of the largest of the group",
 }
 """Ways to colour tokens."""
-_SURPRISES = (0.1, 0.5, 1.0, 2.0, 4.0)
-_GAPS = (0.01, 0.05, 0.2, 0.5, 1.0)
-_SHARES = (0.01, 0.25, 0.5, 0.75, 0.999)
-"""From where on each shade begins."""
 _BINS = 12
 _MOST_TOKENS = 6000
 """Tokens of a sample that a page shows one by one, unless all are asked for."""
@@ -39,12 +37,6 @@ _MOST_POINTS = 400
 """Points of a curve."""
 _WIDTH, _HEIGHT = 320, 64
 """Those of a curve, in its own units."""
-_EXCERPT = 220
-_CONTROL = re.compile(
-    r"(<\|[^|<>\s]{1,40}\|>|</?(?:s|think|tool_call|tool_response|start_of_turn|end_of_turn|bos|eos)>)"
-)
-_SPEAKER = re.compile(r"<\|[^|<>\s]{1,40}\|>(?:system|user|assistant|tool|developer)\n")
-"""Says in many templates whose message begins."""
 _SORTS: dict[str, Callable[[Json], Any]] = {
     "number": lambda group: group["number"],
     "reward": lambda group: -math.inf if group["reward"] is None else group["reward"],
@@ -60,7 +52,7 @@ _SORTS: dict[str, Callable[[Json], Any]] = {
 
 def runs_page(files: RunFiles) -> Json:
     """All runs."""
-    return {"root": str(files.root), "runs": [_about(run) for run in files.runs()]}
+    return {"root": str(files.root), "runs": [_about(run) for run in files.runs()], "most_bytes": MOST_BYTES}
 
 
 def _about(run: RunDirectory) -> Json:
@@ -77,6 +69,12 @@ def _about(run: RunDirectory) -> Json:
         "reward": rewards[-1][1] if rewards else None,
         "changed_at": run.changed_at,
     }
+
+
+def link_to(run: RunDirectory) -> Json:
+    """Name and path of a run, the steps that it has written, and the names of its curves as of `drawn_curves`."""
+    told = {name: value for name, value in _about(run).items() if name in ("name", "url", "step")}
+    return told | {"curves": [f"{OF_RL}{name}" for name in _points(run.metrics())]}
 
 
 def _setting(config: Json, section: str, name: str) -> Any:
@@ -119,26 +117,34 @@ def _file_row(run: RunDirectory, heading: Heading, metrics: Json | None, checkpo
     }
 
 
-_CURVES = {
-    "reward": ("Reward", "mean of a batch; it should rise"),
-    "eval/reward": ("Reward of evaluations", "on prompts that are not trained on"),
-    "entropy": ("Entropy", "nats per token; near 0 the model tries nothing new"),
-    "response_tokens": ("Tokens of an episode", "that the model sampled"),
-    "kl_sampler_trainer": ("KL of sampler and trainer", "near 0 they compute the same"),
-    "zero_variance_groups": ("Groups that teach nothing", "share whose rewards are all equal"),
-    "staleness": ("Staleness", "steps between the weights that sampled and those that learn"),
-}
-"""Metrics that are drawn, with title and meaning."""
+def drawn_curves(run: RunDirectory, smoothing: float) -> dict[str, dict[str, list[Any]]]:
+    """Curves of the metrics that a run has written, by name, in the form of `Curves.drawn`."""
+    return {
+        f"{OF_RL}{name}": drawn(steps, values, smoothing)
+        for name, points in _points(run.metrics()).items()
+        for steps, values in [tuple(zip(*points, strict=True))]
+    }
+
+
+def _points(metrics: Sequence[Json]) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of each metric that is drawn; staleness where there is some."""
+    found = {
+        name: [(int(line["step"]), float(line[name])) for line in metrics if isinstance(line.get(name), int | float)]
+        for name in OF_ROLLOUTS
+    }
+    return {
+        name: points
+        for name, points in found.items()
+        if any(value for _, value in points) or (points and name != "staleness")
+    }
 
 
 def _curves(run: RunDirectory, metrics: Sequence[Json]) -> list[Json]:
     files = {each.step: _url(run.name, each.name) for each in run.headings() if each.kind == "step"}
-    found = []
-    for name, (title, meaning) in _CURVES.items():
-        points = [(line["step"], float(line[name])) for line in metrics if isinstance(line.get(name), int | float)]
-        if points and not (name == "staleness" and not any(value for _, value in points)):
-            found.append({"name": name, "title": title, "meaning": meaning, **_curve(points, files)})
-    return found
+    return [
+        {"name": name, "title": OF_ROLLOUTS[name][0], "meaning": OF_ROLLOUTS[name][1], **_curve(points, files)}
+        for name, points in _points(metrics).items()
+    ]
 
 
 def _curve(points: Sequence[tuple[int, float]], files: Mapping[int | None, str]) -> Json:
@@ -374,12 +380,6 @@ def _excerpt(episode: Json) -> str:
     return end_of(sample["text"][: sum(sample["lengths"][:first])])
 
 
-def end_of(prompt: str) -> str:
-    """The end of a prompt in one line, without control tokens."""
-    text = " ".join(_CONTROL.sub(" ", _SPEAKER.sub(" ", prompt)).split())
-    return text if len(text) <= _EXCERPT else "…" + text[-_EXCERPT:]
-
-
 def _opening_images(episode: Json) -> list[Json]:
     if not episode["samples"]:
         return []
@@ -484,9 +484,7 @@ def _colours(colour: str, asked: Asked) -> Json:
         "colour": colour,
         "colour_means": COLOURS[colour],
         "colours": {name: "?" + urlencode({"colour": name, **kept}) for name in COLOURS},
-        "shades": [
-            f"{value:g}" for value in {"surprise": _SURPRISES, "gap": _GAPS, "advantage": _SHARES}.get(colour, ())
-        ],
+        "shades": [f"{value:g}" for value in {"surprise": SURPRISES, "gap": GAPS, "advantage": SHARES}.get(colour, ())],
     }
 
 
@@ -510,7 +508,7 @@ def _turns(run: RunDirectory, sample: Json, shading: tuple[str, float], shown: i
     """A sample as what was read and what was said in turn; of long ones the first `shown` tokens that were said."""
     ends = [0, *accumulate(sample["lengths"])]
     rewards = {int(at): float(value) for at, value in sample["rewards"]}
-    tokens, turns, at, taken = _Tokens(sample, *shading), list[Json](), 0, 0
+    tokens, turns, at, taken = ShadedTokens(sample, *shading), list[Json](), 0, 0
     for start, stop in sample["sampled"]:
         if start > at:
             turns.append(_read(run, sample, ends, at, start))
@@ -536,73 +534,11 @@ def _read(run: RunDirectory, sample: Json, ends: Sequence[int], start: int, stop
     spans, at = list[Json](), start
     for image in sample["images"]:
         if start <= image["offset"] < stop:
-            spans += _plain(sample["text"][ends[at] : ends[image["offset"]]])
+            spans += pieces_of(sample["text"][ends[at] : ends[image["offset"]]])
             spans.append({"image": _image_url(run, image["file"]), "tokens": image["tokens"]})
             at = image["offset"] + image["tokens"]
-    spans += _plain(sample["text"][ends[min(at, stop)] : ends[stop]])
+    spans += pieces_of(sample["text"][ends[min(at, stop)] : ends[stop]])
     return {"said": False, "spans": spans, "tokens": stop - start}
-
-
-def _plain(text: str) -> list[Json]:
-    """Pieces of a text; control tokens are pieces of their own."""
-    return [{"text": piece, "is_control": bool(at % 2)} for at, piece in enumerate(_CONTROL.split(text)) if piece]
-
-
-def shade_of_surprise(logprob: float) -> str:
-    """The class of a token with this log-probability."""
-    return f"h{_shade(-logprob, _SURPRISES)}"
-
-
-class _Tokens:
-    """The sampled tokens of a sample, with a shade and a description each."""
-
-    def __init__(self, sample: Json, colour: str, largest: float) -> None:
-        self.sample, self.colour, self.largest = sample, colour, largest
-
-    def spans(self, ends: Sequence[int], start: int, stop: int, first: int) -> list[Json]:
-        """Those at positions `start` to `stop`, the first of which is the sample's `first` sampled one."""
-        text, ids = self.sample["text"], self.sample["ids"]
-        return [
-            {"text": text[ends[at] : ends[at + 1]], "shade": self._shade(number), "about": self._about(number, ids[at])}
-            for number, at in enumerate(range(start, stop), first)
-        ]
-
-    def _shade(self, number: int) -> str:
-        sampler, trainer, advantage = self._values(number)
-        if self.colour == "surprise":
-            return shade_of_surprise(sampler)
-        if self.colour == "gap":
-            return "none" if trainer is None else _signed(trainer - sampler, _GAPS)
-        if self.colour == "advantage":
-            return "none" if advantage is None else _signed(advantage / (self.largest or 1.0), _SHARES)
-        return "said"
-
-    def _values(self, number: int) -> tuple[float, float | None, float | None]:
-        sample = self.sample
-        trainer, advantages = sample["trainer_logprobs"], sample["advantages"]
-        return (
-            sample["logprobs"][number] or 0.0,
-            None if trainer is None else trainer[number],
-            None if advantages is None else advantages[number],
-        )
-
-    def _about(self, number: int, token: int) -> str:
-        sampler, trainer, advantage = self._values(number)
-        facts = [f"token {token}", f"sampler {math.exp(min(sampler, 0.0)):.1%} ({sampler:.3f})"]
-        if trainer is not None:
-            facts.append(f"trainer {math.exp(min(trainer, 0.0)):.1%} ({trainer - sampler:+.4f})")
-        if advantage is not None:
-            facts.append(f"advantage {advantage:+.3g}")
-        return " · ".join(facts)
-
-
-def _shade(value: float, edges: Sequence[float]) -> int:
-    return sum(value >= edge for edge in edges)
-
-
-def _signed(value: float, edges: Sequence[float]) -> str:
-    shade = _shade(abs(value), edges)
-    return "none" if not shade else f"{'p' if value > 0 else 'm'}{shade}"
 
 
 # ---- Links

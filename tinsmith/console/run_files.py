@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,12 +21,11 @@ from tinsmith.errors import NotFoundError, UserError, quoted, translated
 
 _FORMAT = 1
 _SUFFIX = ".jsonl.zst"
-_MOST_BYTES = 2**30
-"""Most bytes of a file once it is decompressed."""
+MOST_BYTES = 2**28
+"""Most bytes of a file that a page reads, once it is decompressed; and of all that stay in memory."""
+_TOO_LARGE = f"it holds more than {MOST_BYTES // 2**20} MiB, and pages show no larger files"
 _PIECE = 2**10
 """Bytes that are decompressed at once, to 32 MiB at most: Zstandard packs 128 KiB into 4 bytes."""
-_KEPT_FILES = 4
-"""Files whose trajectories stay in memory."""
 _KEPT_VALUES = 4096
 _IMAGE = re.compile(r"[0-9a-f]{64}\.(png|jpeg)")
 _STEP = re.compile(r"step-(\d+)")
@@ -37,8 +37,9 @@ Json = dict[str, Any]
 class KeptContents:
     """Contents of files, until they change. For any thread; one of them reads at a time."""
 
-    def __init__(self, most: int) -> None:
-        self._values: LRUCache[tuple[str, int, int, int], Any] = LRUCache(most)
+    def __init__(self, most: int, size_of: Callable[[Any], int] = lambda _: 1) -> None:
+        """Their sizes add up to `most`; by default, each is 1."""
+        self._values: LRUCache[tuple[str, int, int, int], Any] = LRUCache(most, size_of)
         self._lock = threading.Lock()
 
     def read(self, file: Path, parse: Callable[[Path], Value]) -> Value:
@@ -74,6 +75,15 @@ class Heading:
     def order(self) -> tuple[bool, int, bool]:
         """Its place among the others, as a key to sort by."""
         return self.step is None, self.step or 0, self.kind == "step"
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """What is in a file of trajectories."""
+
+    lines: list[Json]
+    size: int
+    """Bytes of its text."""
 
 
 class RunDirectory:
@@ -128,7 +138,7 @@ class RunDirectory:
     def episodes(self, name: str) -> list[Json]:
         """The trajectories of a file. Raises NotFoundError, and UserError if it cannot be read."""
         heading = self.heading(name)
-        return self._episodes.read(self.directory / "trajectories" / f"{heading.name}{_SUFFIX}", _read_episodes)
+        return self._episodes.read(self.directory / "trajectories" / f"{heading.name}{_SUFFIX}", _read_lines).lines[1:]
 
     def image(self, name: str) -> Path:
         """The place of an image. Raises NotFoundError."""
@@ -146,6 +156,12 @@ class RunDirectory:
             found.setdefault(int(state.get("best_step") or 0), str(state["best_weights"]))
         return dict(sorted(found.items()))
 
+    def trains(self, model_id: str) -> bool:
+        """Whether it has saved checkpoints of this model."""
+        state = self.state()
+        saved = [state.get("weights"), *(state.get("kept") or ())]
+        return any(str(path).startswith(f"tinker://{model_id}/") for path in saved)
+
     def _optional(self, name: str, parse: Callable[[Path], Value], otherwise: Value) -> Value:
         file = self.directory / name
         return self._kept.read(file, parse) if file.exists() else otherwise
@@ -157,7 +173,7 @@ class RunFiles:
     def __init__(self, root: Path, server: str = "") -> None:
         """`server` is the URL at which the checkpoints of all are; else each run says it."""
         self.root, self._server = root.resolve(), server.rstrip("/")
-        self._kept, self._episodes = KeptContents(_KEPT_VALUES), KeptContents(_KEPT_FILES)
+        self._kept, self._episodes = KeptContents(_KEPT_VALUES), KeptContents(MOST_BYTES, lambda read: read.size)
 
     def runs(self) -> list[RunDirectory]:
         """All of them, the newest first."""
@@ -172,6 +188,14 @@ class RunFiles:
             raise NotFoundError(f"there is no run {quoted(name)} in {self.root}")
         return found
 
+    def of_model(self, model_id: str) -> RunDirectory | None:
+        """The newest run that has saved checkpoints of a model; one whose files cannot be read is passed over."""
+        for run in self.runs():
+            with suppress(UserError):
+                if run.trains(model_id):
+                    return run
+        return None
+
 
 def _below(root: Path) -> Iterator[Path]:
     if root.is_dir():
@@ -184,20 +208,26 @@ def _is_run(place: Path) -> bool:
 
 def _read_metrics(file: Path) -> list[Json]:
     """The last line is incomplete while it is written."""
-    lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     with _readable(file):
+        lines = [line for line in _whole(file).splitlines(keepends=True) if line.endswith(b"\n")]
         # Of json, which writes numbers that are none, and reads them
         return [dict(json.loads(line, parse_constant=lambda _: None)) for line in lines]
 
 
 def _read_object(file: Path) -> Json:
     with _readable(file):
-        return dict(orjson.loads(file.read_bytes()))
+        return dict(orjson.loads(_whole(file)))
+
+
+def _whole(file: Path) -> bytes:
+    if file.stat().st_size > MOST_BYTES:
+        raise ValueError(_TOO_LARGE)
+    return file.read_bytes()
 
 
 def _read_heading(file: Path) -> Heading:
     with _readable(file):
-        line = _lines(file, only_first=True)[0]
+        line = _lines(file, only_first=True).lines[0]
         if line["format"] != _FORMAT:
             raise UserError(f"{file} has format {quoted(line['format'])}, and this version reads {_FORMAT}; upgrade")
         name, step, reward = file.name.removesuffix(_SUFFIX), line.get("step"), line.get("reward")
@@ -213,20 +243,20 @@ def _read_heading(file: Path) -> Heading:
         )
 
 
-def _read_episodes(file: Path) -> list[Json]:
+def _read_lines(file: Path) -> _Lines:
     with _readable(file):
-        return _lines(file)[1:]
+        return _lines(file)
 
 
 def _readable(file: Path) -> Any:
     return translated(
         (ValueError, TypeError, LookupError, zstandard.ZstdError),
         UserError,
-        lambda error: f"{file} cannot be read: {error}; restore it, or delete it",
+        lambda error: f"{file} cannot be read: {error}; restore it, or move it elsewhere",
     )
 
 
-def _lines(file: Path, only_first: bool = False) -> list[Json]:
+def _lines(file: Path, only_first: bool = False) -> _Lines:
     """The lines of a compressed file. The first is a frame of its own."""
     content = bytearray()
     with file.open("rb") as opened:
@@ -239,11 +269,11 @@ def _lines(file: Path, only_first: bool = False) -> list[Json]:
                     raise ValueError("it ends in the middle")
                 content += frame.decompress(piece)
                 rest = b""
-                if len(content) > _MOST_BYTES:
-                    raise ValueError(f"it holds more than {_MOST_BYTES} bytes")
+                if len(content) > MOST_BYTES:
+                    raise ValueError(_TOO_LARGE)
             rest = frame.unused_data or opened.read(_PIECE)
             if only_first or not rest:
-                return [orjson.loads(line) for line in content.splitlines()]
+                return _Lines([orjson.loads(line) for line in content.splitlines()], len(content))
 
 
 def checkpoint_before(checkpoints: Mapping[int, str], version: int) -> tuple[int, str] | None:

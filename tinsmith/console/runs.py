@@ -1,7 +1,7 @@
 """Pages of training runs: the list, one run, and several compared."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -84,9 +84,9 @@ def describe_run(
     }
 
 
-def describe_metrics(runs: Sequence[Curves]) -> list[dict[str, str]]:
-    """Return the metrics that one of these runs has, and those that all have sooner or later, with their meanings."""
-    known = {name for curves in runs for name in curves.names}
+def describe_metrics(runs: Sequence[Curves], more: Iterable[str] = ()) -> list[dict[str, str]]:
+    """Return the metrics that one of these runs has, those that all have sooner or later, and `more`, with meanings."""
+    known = {name for curves in runs for name in curves.names} | set(more)
     return [{"name": name, "meaning": meaning(name)} for name in [*FIRST, *sorted(known - set(FIRST))]]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from tinsmith.chat.template import ChatFormat
 from tinsmith.chat.text import TextStream
 from tinsmith.console.pages import short
-from tinsmith.console.rollouts import end_of, shade_of_surprise
+from tinsmith.console.texts import end_of, shade_of_surprise
 from tinsmith.errors import NotFoundError, UserError, quoted
 from tinsmith.store import ids
 from tinsmith.wire import tinker_pb2
@@ -23,6 +23,8 @@ Json = dict[str, Any]
 
 MOST_LISTED = 500
 """The newest samples that are searched and sorted."""
+MOST_LISTED_BYTES = 2**24
+"""Their size together: with several HTTP servers they travel from one process to another."""
 _MOST_ROWS = 100
 _BYTES_BESIDE = 1024
 """Bytes of a kept sample beside its body and its reply."""
@@ -52,6 +54,19 @@ class KeptSample:
     reply: bytes
     """The result; empty if it has failed."""
     error: str = ""
+    category: str = ""
+    """Whose fault an error is: user or server."""
+
+    @property
+    def url(self) -> str:
+        """Path of its page, as long as it is kept."""
+        owner, _, number = self.request_id.rpartition("/")
+        return f"/samples/{quote(owner, safe=':')}/{number}"
+
+    @property
+    def ended_at(self) -> float:
+        """Unix time."""
+        return self.began_at + self.seconds
 
     @property
     def size(self) -> int:
@@ -84,6 +99,7 @@ def samples_page(kept: Sequence[KeptSample], formats: Formats, asked: Mapping[st
         "searched": len(kept),
         "most_rows": _MOST_ROWS,
         "most_searched": MOST_LISTED,
+        "most_mib": MOST_LISTED_BYTES // 2**20,
         "keeps_mib": keeps_mib,
         "q": asked.get("q", ""),
         "model": asked.get("model", ""),
@@ -122,10 +138,9 @@ def label_of(weights: str) -> str:
 
 
 def _about(sample: KeptSample) -> Json:
-    owner, _, number = sample.request_id.rpartition("/")
     return {
         "request_id": sample.request_id,
-        "url": f"/samples/{quote(owner, safe=':')}/{number}",
+        "url": sample.url,
         "tenant": sample.tenant,
         "base_model": sample.base_model,
         "weights": _weights(sample),

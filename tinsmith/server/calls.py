@@ -37,6 +37,7 @@ from tinsmith.observing.metrics import (
 from tinsmith.observing.spans import Span
 from tinsmith.protocol.serving import CancelSample, ForgetCheckpoint, Sample, SampleDone, SampleFailed, Wake
 from tinsmith.server.hub import Hub
+from tinsmith.server.kept_samples import CANCELLED, LEFT
 from tinsmith.server.replies import GoneError
 from tinsmith.server.sample_reports import Client, Report
 from tinsmith.server.samples import StreamedTokens, error_of
@@ -224,13 +225,13 @@ async def cancel_sample(hub: Hub, request_id: str) -> None:
     """Stop a sample that runs; anything else is left as it is."""
     sample = hub.samples.find(request_id)
     if sample is not None and sample.outcome is None:
-        hub.take(SampleFailed(request_id, sample.run, "it was cancelled by its client", "user", gone=False))
+        hub.take(SampleFailed(request_id, sample.run, CANCELLED, "user", gone=False))
         await hub.engine.notify(CancelSample(request_id, sample.run))
 
 
-async def newest_samples(hub: Hub, tenant: str | None, most: int) -> list[KeptSample]:
-    """The newest finished samples of a tenant, or of all."""
-    return hub.kept_samples.newest(tenant, most)
+async def newest_samples(hub: Hub, tenant: str | None, most: int, most_bytes: int) -> list[KeptSample]:
+    """The newest finished samples of a tenant, or of all; so many, and of this size together."""
+    return hub.kept_samples.newest(tenant, most, most_bytes)
 
 
 async def kept_sample(hub: Hub, tenant: str | None, request_id: str) -> KeptSample:
@@ -302,7 +303,7 @@ def _give_up(hub: Hub, request_id: str) -> None:
     if sample.outcome is None:
         if told := sample.streamed_tokens:
             hub.budgets.sampled(request_id, vars(Used(prefilled_tokens=sample.prompt_tokens, sampled_tokens=told)))
-        hub.take(SampleFailed(request_id, sample.run, "its client went away", "user", gone=False))
+        hub.take(SampleFailed(request_id, sample.run, LEFT, "user", gone=False))
         # Not awaited: where a request is cancelled, whatever it waits for is cancelled too
         cancelling = asyncio.ensure_future(hub.engine.notify(CancelSample(request_id, sample.run)))
         _cancelling.add(cancelling)
@@ -420,8 +421,8 @@ async def status(hub: Hub) -> dict[str, Any]:
     return {"engine": engine, "has_engine": hub.engine.takes_messages, **hub.activity.describe()}
 
 
-async def overview(hub: Hub) -> dict[str, Any]:
-    """Describe what engine and workers do and did in the last minutes, for the first page."""
+async def overview(hub: Hub, tenant: str | None) -> dict[str, Any]:
+    """Describe what engine and workers do and did in the last minutes, for the first page of a tenant, or of all."""
     sequences, since = hub.samples.unfinished
     return await status(hub) | {
         "unready": hub.told(await unready(hub)),
@@ -430,6 +431,7 @@ async def overview(hub: Hub) -> dict[str, Any]:
         "pending_samples": {"sequences": sequences, "age_s": 0.0 if since is None else time.monotonic() - since},
         "queued_bytes": hub.queued.size,
         "started_at": hub.started_at,
+        "failed_samples": hub.kept_samples.failed(tenant),
     }
 
 

@@ -25,7 +25,7 @@ from tinsmith.server.base_models import BaseModels, Wording
 from tinsmith.server.body import LargeBodies
 from tinsmith.server.hub import Hub
 from tinsmith.server.live import LivePages
-from tinsmith.server.signatures import Logins, UrlSigner
+from tinsmith.server.signatures import UrlSigner
 from tinsmith.server.tenants import Tenants
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.operations import read_metrics
@@ -69,8 +69,7 @@ class Front:
         self.base_models = base_models
         self.ask = ask
         self.told = Wording(config, data_dir, base_models)
-        self.logins = Logins(data_dir)
-        self.tenants = Tenants(store, lambda: base_models.names, self.logins.key_id)
+        self.tenants = Tenants(store, lambda: base_models.names)
         self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
         self.shared = None if config.training.trains else SharedCheckpoints(self.files)
         """Checkpoints of another server; for one that only samples."""

@@ -23,7 +23,9 @@ from tinsmith.server.app import HttpServer, collect_seldom, create_app, http_con
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels
 from tinsmith.server.calling import HubAtDistance
+from tinsmith.server.console import warm
 from tinsmith.server.front import Front
+from tinsmith.server.routes.console import FIRST_PAGES
 from tinsmith.store.store import Store
 
 Params = ParamSpec("Params")
@@ -73,10 +75,12 @@ async def _serve(config: Config, ours: socket.socket, listener: socket.socket, s
     stop = asyncio.create_task(ask(calls.until_stop))
     serving = asyncio.create_task(http.serve([listener]))
     beside = [asyncio.create_task(each) for each in (follow_base_models(known), show_life())]
+    warming = asyncio.create_task(warm(front, FIRST_PAGES))
     await asyncio.wait([stop, serving, ending, *beside], return_when=asyncio.FIRST_COMPLETED)
     if not stop.done():
         os._exit(1)
     http.end()
+    warming.cancel()
     front.live.close()
     await serving
     front.bodies.parser.close()

@@ -1,12 +1,17 @@
-"""Keeps the newest finished samples of each tenant for the console, within a size."""
+"""Keeps the newest finished samples of each tenant for the console, within a size, and its last errors."""
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 
 from tinsmith.console.samples import KeptSample
 from tinsmith.errors import NotFoundError, quoted
 from tinsmith.protocol.serving import Sample, SampleDone, SampleFailed
+
+CANCELLED, LEFT = "it was cancelled by its client", "its client went away"
+"""Ends of samples that are no errors."""
+_KEPT_ERRORS = 8
+"""Of each tenant."""
 
 
 @dataclass
@@ -25,6 +30,8 @@ class KeptSamples:
         self._by_tenant: dict[str, OrderedDict[str, _Kept]] = {}
         """Oldest first."""
         self._sizes: dict[str, int] = {}
+        self._failed: dict[str, deque[KeptSample]] = {}
+        """The last that failed, by tenant, without what was asked."""
         self._running: dict[str, str] = {}
         """Tenants of those that run, by request id."""
 
@@ -56,22 +63,37 @@ class KeptSamples:
         if found is None or found.is_finished or found.run != ended.run:
             return
         del self._running[ended.request_id]
-        reply, error = (ended.payload, "") if isinstance(ended, SampleDone) else (b"", ended.error)
+        if isinstance(ended, SampleDone):
+            reply, error, category = ended.payload, "", ""
+        else:
+            reply, error, category = b"", ended.error, ended.category
         seconds = time.time() - found.sample.began_at
-        found.sample = replace(found.sample, seconds=seconds, reply=reply, error=error)
+        found.sample = replace(found.sample, seconds=seconds, reply=reply, error=error, category=category)
+        if error not in ("", CANCELLED, LEFT):
+            self._failed.setdefault(tenant, deque(maxlen=_KEPT_ERRORS)).append(replace(found.sample, body=b""))
         found.is_finished = True
         self._by_tenant[tenant].move_to_end(ended.request_id)
         self._count(tenant, len(reply))
         self._make_room()
 
-    def newest(self, tenant: str | None, most: int) -> list[KeptSample]:
-        """The newest finished samples of a tenant, or of all, the newest first."""
+    def newest(self, tenant: str | None, most: int, most_bytes: int) -> list[KeptSample]:
+        """The newest finished samples of a tenant, or of all, the newest first; so many, and of this size together."""
         found = list[KeptSample]()
         for name, samples in self._by_tenant.items():
             if tenant in (None, name):
                 finished = (each.sample for each in reversed(samples.values()) if each.is_finished)
                 found += [sample for _, sample in zip(range(most), finished, strict=False)]
-        return sorted(found, key=lambda sample: -sample.began_at)[:most]
+        chosen = list[KeptSample]()
+        for sample in sorted(found, key=lambda sample: -sample.began_at)[:most]:
+            if sample.size <= most_bytes:  # one that is too large hides no others
+                chosen.append(sample)
+                most_bytes -= sample.size
+        return chosen
+
+    def failed(self, tenant: str | None) -> list[KeptSample]:
+        """The samples of a tenant, or of all, that failed last, without bodies; the newest first."""
+        found = [sample for name, samples in self._failed.items() if tenant in (None, name) for sample in samples]
+        return sorted(found, key=lambda sample: -sample.ended_at)[:_KEPT_ERRORS]
 
     def find(self, tenant: str | None, request_id: str) -> KeptSample:
         """One of them. Raises NotFoundError."""

@@ -1,15 +1,12 @@
-"""Signatures: of download URLs, which give one file without an API key, and of the cookies of people who log in."""
+"""Signatures of download URLs, which give one file without an API key."""
 
 import hashlib
 import json
 import secrets
 import time
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import itsdangerous
-from starlette.requests import cookie_parser
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.replies import ForbiddenError
@@ -17,10 +14,6 @@ from tinsmith.store.disk import renamed
 
 _FILE_NAME = "signing.key"
 _KEY_BYTES = 32
-
-COOKIE = "tinsmith_login"
-LOGIN_S = 30 * 86400
-"""Seconds after which people log in again."""
 
 
 def _signing_key(data_dir: Path) -> bytes:
@@ -52,27 +45,6 @@ class UrlSigner:
             raise ForbiddenError("the signature of this URL is not valid; ask for a new URL")
         if expires <= time.time():
             raise ForbiddenError("this URL has expired; ask for a new one")
-
-
-class Logins:
-    """Cookies that stand for an API key, by the part of it that is no secret."""
-
-    def __init__(self, data_dir: Path) -> None:
-        """Use the key of `UrlSigner`. Raises as that."""
-        key = _signing_key(data_dir)
-        self._signer = itsdangerous.TimestampSigner(key, salt="tinsmith login", digest_method=hashlib.sha256)
-
-    def cookie(self, key_id: str) -> str:
-        """The value of a cookie for this key."""
-        return self._signer.sign(key_id).decode()
-
-    def key_id(self, headers: Mapping[str, str]) -> str | None:
-        """The key for which these headers have a cookie that `cookie` made and that has not expired."""
-        with suppress(itsdangerous.BadSignature):
-            # As browsers parse them: another program of this host may have set one that no RFC allows
-            found = cookie_parser(headers.get("cookie", "")).get(COOKIE)
-            return None if found is None else self._signer.unsign(found, LOGIN_S).decode()
-        return None
 
 
 def _message(expires: int, parts: tuple[str, ...]) -> bytes:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
+from starlette.requests import cookie_parser
 
 from tinsmith.errors import BackpressureError, StoreUnavailableError, reported
 from tinsmith.server.async_store import Stored
 from tinsmith.server.replies import UnauthorizedError
 from tinsmith.store import ids
-from tinsmith.store.keys import find_key, list_keys
+from tinsmith.store.keys import begin_login, end_login, find_key, find_login, list_keys
 from tinsmith.store.records import LOCAL, ApiKey, Role
 from tinsmith.store.store import Store
 from tinsmith.store.usage import living_bytes
@@ -30,7 +31,10 @@ _FRESH_S = 1.0
 _STALE_S = 5.0
 """Seconds after which every request waits for the keys: a revoked one ends by then."""
 _KNOWN_OWNERS = 2**16
+_KNOWN_LOGINS = 4096
 _BEARER = "bearer "
+COOKIE = "tinsmith_login"
+"""The cookie of those who have logged in."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +52,16 @@ class Caller:
         return None if self.role == "admin" else self.tenant
 
 
-_EVERYONE = Caller(LOCAL, "admin")
+EVERYONE = Caller(LOCAL, "admin")
+"""The client of every request where there are no keys."""
 
 
 class Tenants:
     """The keys of a server, and the owners of what is in its store."""
 
-    def __init__(
-        self,
-        store: Stored,
-        served: Callable[[], Collection[str]],
-        logged_in: Callable[[Mapping[str, str]], str | None] = lambda _: None,
-    ) -> None:
-        """`served` returns the names of the base models that can be used; of none before they are known.
-
-        `logged_in` returns the key of a person who has logged in, by its part that is no secret.
-        """
+    def __init__(self, store: Stored, served: Callable[[], Collection[str]]) -> None:
+        """`served` returns the names of the base models that can be used; of none before they are known."""
         self._store = store
-        self._logged_in = logged_in
         self._served = served
         self._told: set[str] = set()
         """Keys that allow what is not served, by the part that is no secret."""
@@ -78,14 +74,16 @@ class Tenants:
         """What was found to be a tenant's. A foreign id is looked up each time, as one that does not exist."""
         self._sessions: LRUCache[str, None] = LRUCache(_KNOWN_OWNERS)
         """Sessions of these."""
+        self._logins: TTLCache[str, str] = TTLCache(_KNOWN_LOGINS, _STALE_S)
+        """Keys, by the part that is no secret, of logins that were found."""
 
     async def caller(self, headers: Mapping[str, str]) -> Caller:
         """The client that sent these headers. Raises UnauthorizedError without a key that is valid here."""
         keys = await self._known_keys(_STALE_S)
         if not keys:
-            return _EVERYONE
+            return EVERYONE
         text = _sent_key(headers)
-        login = None if text else self._logged_in(headers)
+        login = None if text else await self._login(headers)
         if login is not None:
             key = keys.get(login) or (await self._known_keys(0.0)).get(login)
         else:
@@ -99,6 +97,26 @@ class Tenants:
             ended = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(key.expires_at))
             raise UnauthorizedError(f"the API key {key.name!r} expired at {ended} UTC; ask for another one")
         return Caller(key.tenant, key.role, key)
+
+    async def _login(self, headers: Mapping[str, str]) -> str | None:
+        """The key, by its part that is no secret, with which the browser that sent these headers is logged in."""
+        text = _sent_cookie(headers)
+        if text and text not in self._logins:
+            found = await self._store.read(find_login, text)
+            if found is not None:
+                self._logins[text] = found
+        return self._logins.get(text)
+
+    async def log_in(self, key: ApiKey) -> str:
+        """Begin a login with a key; returns the value of its cookie."""
+        return await self._store.write(begin_login, key.key_id)
+
+    async def log_out(self, headers: Mapping[str, str]) -> None:
+        """End the login of the browser that sent these headers. Other processes of the server hear of it in 5 s."""
+        text = _sent_cookie(headers)
+        if text:
+            await self._store.write(end_login, text)
+            self._logins.pop(text, None)
 
     async def _known_keys(self, most_age_s: float) -> dict[str, ApiKey]:
         """The keys as they were read up to `most_age_s` seconds ago; older than a second, they are read meanwhile."""
@@ -150,6 +168,11 @@ async def require_storage(store: Stored, caller: Caller) -> None:
                 f"tenant {key.tenant!r} stores {stored:,} bytes of checkpoints, and key {key.name!r} allows "
                 f"{key.storage_bytes:,}; delete some, or let them expire, and save again"
             )
+
+
+def _sent_cookie(headers: Mapping[str, str]) -> str:
+    # As browsers parse them: another program of this host may have set one that no RFC allows
+    return cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
 
 
 def _sent_key(headers: Mapping[str, str]) -> str:

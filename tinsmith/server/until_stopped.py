@@ -12,10 +12,12 @@ import uvloop
 from tinsmith.config import Config, ServerConfig
 from tinsmith.errors import StoreUnavailableError, reported
 from tinsmith.server.app import HttpServer, collect_seldom, create_app, http_config
+from tinsmith.server.console import warm
 from tinsmith.server.front import Front, front_beside
 from tinsmith.server.http_servers import HttpServers
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
+from tinsmith.server.routes.console import FIRST_PAGES
 from tinsmith.server.routes.metrics import metrics_app
 from tinsmith.store.store import Store
 
@@ -76,6 +78,7 @@ async def _serve(
     engine_task = asyncio.create_task(hub.engine.run())
     http_task = asyncio.create_task(http.serve([listener]))
     beside_task = None if for_metrics is None else asyncio.create_task(beside.serve([for_metrics]))
+    warm_task = asyncio.create_task(_warm_when_ready(hub, front))
     stop_task = asyncio.create_task(stop.wait())
     lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
     ready_task = [asyncio.create_task(hub.engine.ready.wait())] if until_ready else []
@@ -89,7 +92,7 @@ async def _serve(
     await http_task
     if beside_task is not None:
         await beside_task
-    for waiting in (stop_task, *ready_task):
+    for waiting in (stop_task, warm_task, *ready_task):
         waiting.cancel()
     lifetimes_task.cancel()
     try:
@@ -101,6 +104,12 @@ async def _serve(
             await hub.budgets.flush()
         hub.store.close()
     return signals
+
+
+async def _warm_when_ready(hub: Hub, front: Front) -> None:
+    await hub.engine.ready.wait()
+    if hub.config.server.http_servers == 1:
+        await warm(front, FIRST_PAGES)
 
 
 def _http_of(hub: Hub, front: Front) -> HttpServer | HttpServers:

@@ -1,4 +1,4 @@
-"""API keys: made here, kept as digests, and compared in constant time.
+"""API keys, and logins with them: made here, kept as digests. Keys are compared in constant time.
 
 A key is `tml-ID-SECRET`, as the SDK wants it to begin. Each function of the table is one transaction; a server reads
 what another process writes (`tinsmith keys`).
@@ -12,14 +12,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import delete, or_, select, update
 
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.store.database import Transactions
 from tinsmith.store.records import ApiKey
-from tinsmith.store.schema import api_keys
+from tinsmith.store.schema import api_keys, logins
 from tinsmith.store.store import Store
 
+LOGIN_S = 30 * 86400
+"""Seconds after which people log in again."""
+MOST_LOGINS = 100
+"""Logins with one key at a time: one more ends the oldest."""
 _PREFIX = "tml-"
 _NOBODY = bytes(32)
 """The digest that an unknown key is compared with."""
@@ -122,3 +126,30 @@ def _require(store: Store, name: str) -> ApiKey:
     if found is None:
         raise ConfigError(f"there is no key {name!r}; `tinsmith keys list` lists them")
     return found
+
+
+# ---- Logins
+
+
+def begin_login(store: Store, key_id: str) -> str:
+    """Note a login with a key, and return the text that stands for it. Nothing of the text can be read again."""
+    text, now = secrets.token_urlsafe(32), time.time()
+    older = select(logins.c.digest).where(logins.c.key_id == key_id).order_by(logins.c.began_at.desc())
+    with store.writing() as connection:
+        connection.execute(delete(logins).where(logins.c.digest.in_(older.offset(MOST_LOGINS - 1))))
+        connection.execute(delete(logins).where(logins.c.key_id == key_id, logins.c.began_at <= now - LOGIN_S))
+        connection.execute(logins.insert().values(digest=_digest(text), key_id=key_id, began_at=now))
+    return text
+
+
+def find_login(store: Store, text: str) -> str | None:
+    """The key, by its part that is no secret, of a login that has not ended."""
+    found = select(logins.c.key_id).where(logins.c.digest == _digest(text), logins.c.began_at > time.time() - LOGIN_S)
+    with store.reading() as connection:
+        return connection.execute(found).scalar()
+
+
+def end_login(store: Store, text: str) -> None:
+    """End a login, if it has not ended."""
+    with store.writing() as connection:
+        connection.execute(delete(logins).where(logins.c.digest == _digest(text)))

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, literal_column, select, true
+from sqlalchemy import ColumnElement, Select, func, literal, literal_column, select, true
 
 from tinsmith.errors import NotFoundError
 from tinsmith.store import ids
@@ -17,6 +17,7 @@ from tinsmith.store.store import Store
 
 _IS_QUEUED = commands.c.status == literal_column("'queued'")
 _IS_FAILED = commands.c.status == literal_column("'failed'")
+_STATUSES = {"queued": _IS_QUEUED, "failed": _IS_FAILED, "done": commands.c.status.in_(("done", "dropped"))}
 _JOINED = commands.join(models, commands.c.model_id == models.c.model_id).join(sessions)
 
 
@@ -90,12 +91,18 @@ def queued_operations(store: Store, tenant: str | None, limit: int) -> tuple[lis
         return shown, connection.execute(select(func.count()).select_from(queued).where(own)).scalar_one()
 
 
-def failed_operations(store: Store, tenant: str | None, limit: int) -> list[ShownOperation]:
-    """The operations of a tenant, or of all, that failed last."""
-    failed = select(*_SHOWN).select_from(_JOINED).where(_IS_FAILED, _of(tenant))
-    with store.reading() as connection:
-        found = connection.execute(failed.order_by(commands.c.finished_at.desc()).limit(limit))
-        return [ShownOperation(*row) for row in found]
+MOST_SEARCHED = 10_000
+"""Operations that one search looks at; the next search goes on from there."""
+
+
+@dataclass(frozen=True)
+class FoundOperations:
+    """A part of the log."""
+
+    operations: list[ShownOperation]
+    """Those that match, newest first."""
+    older: int | None
+    """Number of the operation before which to search on; None if there are no older ones."""
 
 
 def list_operations(
@@ -106,21 +113,65 @@ def list_operations(
     model_id: str | None = None,
     kind: str | None = None,
     status: str | None = None,
-) -> list[ShownOperation]:
-    """Operations that match, newest first; those from before the operation of number `before`."""
-    listed = select(*_SHOWN).select_from(_JOINED).where(_of(tenant)).order_by(commands.c.id.desc()).limit(limit)
-    if before is not None:
-        listed = listed.where(commands.c.id < before)
+) -> FoundOperations:
+    """Operations that match, of a tenant or of all; those from before the operation of number `before`.
+
+    The search begins at the newest operation of the tenant, or of the run, and looks at `MOST_SEARCHED`.
+    """
+    number = _number(status)
+    listed = select(*_SHOWN).select_from(_JOINED).order_by(number.desc()).limit(limit)
+    if tenant is not None:
+        # Not through the index of sessions, from which all operations of the tenant would be read
+        listed = listed.where(func.coalesce(sessions.c.tenant, "") == tenant)
     if model_id is not None:
         listed = listed.where(commands.c.model_id == model_id)
     if kind is not None:
         listed = listed.where(commands.c.kind == kind)
-    if status == "done":
-        listed = listed.where(commands.c.status.in_(("done", "dropped")))
-    elif status is not None:
-        listed = listed.where(commands.c.status == status)
+    if status is not None:
+        listed = listed.where(_STATUSES[status])
     with store.reading() as connection:
-        return [ShownOperation(*row) for row in connection.execute(listed)]
+        newest = connection.execute(_newest(tenant, model_id, before)).scalar()
+        if newest is None:
+            return FoundOperations([], None)
+        oldest = connection.execute(_oldest(newest, model_id, status)).scalar() or 0
+        rows = connection.execute(listed.where(number.between(oldest, newest)))
+        found = [ShownOperation(*row) for row in rows]
+        end = found[-1].number if len(found) == limit else oldest
+        is_more = connection.execute(_newest(tenant, model_id, end)).scalar() is not None
+    return FoundOperations(found, end if is_more else None)
+
+
+def _number(status: str | None) -> ColumnElement[int]:
+    """The number of an operation; of queued ones, which are few, in a form that no index has but theirs."""
+    return commands.c.id + literal_column("0") if status == "queued" else commands.c.id
+
+
+def _newest(tenant: str | None, model_id: str | None, before: int | None) -> Select[int | None]:
+    """The number of the newest operation of a tenant, or of all, and of a run, or of all."""
+    numbers = select(func.max(commands.c.id).label("number"))
+    if before is not None:
+        numbers = numbers.where(commands.c.id < before)
+    if model_id is None and tenant is None:
+        return numbers
+    # One look into the index for each run: a log is longer
+    of_runs = numbers.where(commands.c.model_id == models.c.model_id).correlate(models).scalar_subquery()
+    runs = select(of_runs.label("number")).select_from(models.join(sessions)).where(_of(tenant))
+    if model_id is not None:
+        runs = runs.where(models.c.model_id == model_id)
+    return select(func.max(runs.subquery().c.number))
+
+
+def _oldest(newest: int, model_id: str | None, status: str | None) -> Select[int]:
+    """The number of the last operation that a search looks at; none if it looks at all."""
+    number = _number(status)
+    looked_at = select(commands.c.id).where(number <= newest)
+    if status in ("failed", "queued"):  # which have an index of their own
+        looked_at = looked_at.where(_STATUSES[status])
+    elif model_id is not None:
+        looked_at = looked_at.where(commands.c.model_id == model_id)
+    else:
+        return select(literal(newest - MOST_SEARCHED + 1))  # numbers have hardly any gaps
+    return looked_at.order_by(number.desc()).limit(1).offset(MOST_SEARCHED - 1)
 
 
 def find_operation(store: Store, model_id: str, seq_id: int) -> ShownOperation:

@@ -24,7 +24,7 @@ from sqlalchemy import (
 
 from tinsmith.store.records import LOCAL
 
-REVISION = "11"
+REVISION = "12"
 """The newest Alembic revision, a number: an unknown one can be told to be newer."""
 BASELINE = "5"
 """The oldest revision to migrate from; older ones were never released."""
@@ -112,10 +112,11 @@ commands = Table(
     Column("tokens", Whole),
     Column("gpu_seconds", Float),
     UniqueConstraint("model_id", "seq_id"),
+    Index("ix_commands_run", "model_id", "id"),
     _index_where("status = 'done'", "ix_commands_done", "finished_at"),
     _index_where("status = 'queued'", "ix_commands_queued", "model_id", "seq_id"),
     _index_where("kept_bytes IS NOT NULL", "ix_commands_kept", "id", "kept_bytes"),
-    _index_where("status = 'failed'", "ix_commands_failed", "finished_at"),
+    _index_where("status = 'failed'", "ix_commands_failures", "id"),
     _index_where("kind IN ('create_from_checkpoint', 'load_weights')", "ix_commands_loads", "model_id"),
     sqlite_autoincrement=True,
 )
@@ -243,6 +244,16 @@ api_keys = Table(
     Column("revoked_at", Float),
     Column("kept_checkpoints", Whole),
     Column("checkpoint_ttl_s", Float),
+)
+
+# Browsers in which somebody has logged in with a key, as digests of their cookies.
+logins = Table(
+    "logins",
+    metadata,
+    Column("digest", LargeBinary, primary_key=True),
+    Column("key_id", Text, nullable=False),
+    Column("began_at", Float, nullable=False),
+    Index("ix_logins_key_id", "key_id", "began_at"),
 )
 
 # Whose engine may write, in one row. Each engine gets a higher number, and transactions of earlier ones are refused.

@@ -16,12 +16,96 @@ document.addEventListener("htmx:responseError", (event) => {
   notice(told);
 });
 
-// Keys: g then o, r, p ... goes to a page of the head; / goes to the first field
-const pages = new Map([...document.querySelectorAll(".top nav a")].map((a) => [a.textContent[0].toLowerCase(), a]));
+// A browser has six connections to a server for all its pages. So a hidden page closes its stream of changes, and so does the
+// one that was opened first where more are shown.
+const MOST_STREAMS = 3;
+const neighbours = new BroadcastChannel("tinsmith-streams");
+
+class Stream {
+  constructor(url) {
+    Object.assign(this, { url, id: Math.random(), source: null, newer: new Set(), listeners: [], onopen: null, onerror: null });
+    this.ended = new AbortController();
+    const { signal } = this.ended;
+    document.addEventListener("visibilitychange", () => (document.visibilityState === "hidden" ? this.pause() : this.open()), { signal });
+    for (const name of ["focus", "pageshow", "pointerdown"]) addEventListener(name, () => this.open(), { signal });
+    addEventListener("pagehide", () => this.pause(), { signal });
+    neighbours.addEventListener("message", ({ data }) => this.hear(data), { signal });
+    this.open();
+  }
+
+  get readyState() {
+    if (this.ended.signal.aborted) return EventSource.CLOSED;
+    return this.source ? this.source.readyState : EventSource.CONNECTING;
+  }
+
+  open() {
+    if (this.source || document.visibilityState === "hidden") return;
+    const source = this.source = new EventSource(this.url);
+    source.onopen = (event) => this.onopen?.(event);
+    source.onerror = (event) => {
+      if (source.readyState === EventSource.CLOSED) this.close(); // refused: htmx asks for another one
+      this.onerror?.(event);
+    };
+    for (const [name, listener] of this.listeners) source.addEventListener(name, listener);
+    this.newer.clear();
+    neighbours.postMessage({ opened: this.id });
+    document.documentElement.dataset.stream = "open";
+  }
+
+  pause() {
+    if (!this.source) return;
+    this.source.close();
+    this.source = null;
+    neighbours.postMessage({ closed: this.id });
+    document.documentElement.dataset.stream = "paused";
+  }
+
+  hear({ opened, closed }) {
+    this.newer.delete(closed);
+    if (!this.source || !opened) return;
+    this.newer.add(opened);
+    if (this.newer.size < MOST_STREAMS) return;
+    this.pause();
+    notice("Many pages of this server are open: this one changes again when you click on it.");
+  }
+
+  close() {
+    this.pause();
+    this.ended.abort();
+  }
+
+  addEventListener(name, listener) {
+    this.listeners.push([name, listener]);
+    this.source?.addEventListener(name, listener);
+  }
+
+  removeEventListener(name, listener) {
+    this.listeners = this.listeners.filter((each) => each[0] !== name || each[1] !== listener);
+    this.source?.removeEventListener(name, listener);
+  }
+}
+
+htmx.createEventSource = (url) => new Stream(url);
+
+// What somebody has marked stays marked when a part of the page changes
+let marked = [];
+document.addEventListener("htmx:sseBeforeMessage", ({ target }) => {
+  marked = [...target.querySelectorAll("input:checked")].map((box) => box.value);
+});
+document.addEventListener("htmx:sseMessage", ({ target }) => {
+  for (const box of target.querySelectorAll("input[type=checkbox]")) box.checked = marked.includes(box.value);
+});
+
+// Keys: g then p, s ... goes to a page of the head, to the next one with that letter; / goes to the first field
+const pages = [...document.querySelectorAll(".top nav a")];
+function nextPage(letter) {
+  const found = pages.filter((page) => page.textContent[0].toLowerCase() === letter);
+  return found[(found.findIndex((page) => page.hasAttribute("aria-current")) + 1) % found.length];
+}
 let going = false;
 document.addEventListener("keydown", (event) => {
   if (event.target.closest("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (going && pages.has(event.key)) pages.get(event.key).click();
+  if (going) nextPage(event.key)?.click();
   going = event.key === "g";
   const field = event.key === "/" && document.querySelector("main input:not([type=hidden])");
   if (field) { event.preventDefault(); field.focus(); }
@@ -39,8 +123,10 @@ async function asked(place, options) {
 
 const actions = {
   async copy(button) {
-    await navigator.clipboard.writeText(button.dataset.copy);
-    notice(`Copied: ${button.dataset.copy}`);
+    const copied = button.dataset.copy;
+    if (!navigator.clipboard) return void prompt("Without HTTPS, browsers let pages copy nothing. Copy it here:", copied);
+    await navigator.clipboard.writeText(copied);
+    notice(`Copied: ${copied}`);
   },
   async ttl(button) {
     const days = prompt("Days from now after which it expires; empty: never", "30");

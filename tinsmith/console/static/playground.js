@@ -21,8 +21,13 @@ let chat = newChat();
 let pictures = [];
 let running = null; // the AbortController of what streams
 
+/** As crypto.randomUUID, which browsers have with HTTPS only. */
+function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (each) => each.toString(16).padStart(2, "0")).join("");
+}
+
 function newChat() {
-  return { id: crypto.randomUUID(), title: "", changed: Date.now(), nodes: {}, leaf: null, fields: {}, numbered: 0 };
+  return { id: newId(), title: "", changed: Date.now(), nodes: {}, leaf: null, fields: {}, numbered: 0 };
 }
 
 function add(parent, role, more) {

@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -20,8 +22,10 @@ from tinsmith.console.operations import (
     describe_operation,
     describe_settings,
 )
-from tinsmith.console.overview import overview
+from tinsmith.console.overview import last_errors, overview
 from tinsmith.console.pages import STATIC, Viewer, render, short, static_files
+from tinsmith.console.rollouts import drawn_curves, link_to
+from tinsmith.console.run_files import RunDirectory
 from tinsmith.console.runs import (
     MOST_COMPARED,
     SMOOTHING,
@@ -37,12 +41,11 @@ from tinsmith.server.body import read_form
 from tinsmith.server.console import Asked, add_page, html_reply
 from tinsmith.server.front import Front, front_of
 from tinsmith.server.replies import LOGIN, ForbiddenError, UnauthorizedError, json_reply
-from tinsmith.server.signatures import COOKIE, LOGIN_S
-from tinsmith.server.tenants import Caller
+from tinsmith.server.tenants import COOKIE, Caller
 from tinsmith.store import catalog
-from tinsmith.store.keys import list_keys
+from tinsmith.store.keys import LOGIN_S, list_keys
 from tinsmith.store.operations import (
-    failed_operations,
+    MOST_SEARCHED,
     find_operation,
     last_metrics,
     list_operations,
@@ -71,14 +74,15 @@ _FOR_EVER = "public, max-age=31536000, immutable"
 
 async def show_overview(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
     """Describe what the server is doing, and whether it is well."""
-    about = await front.ask(calls.overview)
+    about = await front.ask(calls.overview, caller.sees)
     about["models"] = [each for each in about["models"] if await front.tenants.owns(caller, each["model_id"])]
     about |= {"version": __version__, "base_models": [facts.name for facts in front.base_models.all()]}
     queued = await front.store.read(queued_operations, caller.sees, _SHOWN_QUEUED)
-    failed = await front.store.read(failed_operations, caller.sees, _SHOWN_ERRORS)
+    failed = await front.store.read(list_operations, caller.sees, _SHOWN_ERRORS, status="failed")
     now = time.time()
     used = await front.store.read(used_between, now // DAY_S * DAY_S, now + DAY_S, caller.sees)
-    return overview(about, queued, failed, used)
+    failures = last_errors(failed.operations, about.pop("failed_samples"))[:_SHOWN_ERRORS]
+    return overview(about, queued, failures, used)
 
 
 # ---- Runs
@@ -131,11 +135,32 @@ async def show_run(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]
     )
     session = await front.store.read(catalog.describe_session, run.model.session_id)
     told = {"display_name": session.display_name, "user_metadata": session.user_metadata or {}}
-    described = describe_run(run, told, await front.curves(model_id), saved, lineage)
+    curves = await front.curves(model_id)
+    described = describe_run(run, told, curves, saved, lineage)
     may_change = caller.role != "read-only" and front.config.training.trains
     if not asked.get("all"):
         described["checkpoints"] = described["checkpoints"][:_CHECKPOINTS]
-    return described | _drawn_as(asked) | {"may_change": may_change}
+    rollouts = await _of_rollouts(front, caller, model_id, link_to)
+    if rollouts is not None:
+        described["metrics"] = describe_metrics([curves], rollouts["curves"])
+    return described | _drawn_as(asked) | {"may_change": may_change, "rollouts": rollouts}
+
+
+async def _of_rollouts(
+    front: Front, caller: Caller, model_id: str, describe: Callable[[RunDirectory], dict[str, Any]]
+) -> dict[str, Any] | None:
+    """What is to be said of the run of `tinsmith rl` that trains a model. Only admins see files of runs."""
+    files = front.run_files
+    if caller.sees is not None or files is None:
+        return None
+
+    def look() -> dict[str, Any] | None:
+        with suppress(UserError, OSError):  # such as of a file that is too large: its own page says so
+            run = files.of_model(model_id)
+            return None if run is None else describe(run)
+        return None
+
+    return await asyncio.to_thread(look)
 
 
 async def show_batches(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
@@ -171,11 +196,16 @@ async def curves(request: Request) -> Response:
         await require_of(front, caller, "run", model_id)
     found = [await front.curves(model_id) for model_id in model_ids]
     drawn = [await asyncio.to_thread(each.drawn, smooth) for each in found]
-    runs = [
-        {"model_id": model_id, "name": short(model_id), "steps": each.steps, "curves": curves}
-        for model_id, each, curves in zip(model_ids, found, drawn, strict=True)
+    written = [
+        await _of_rollouts(front, caller, model_id, partial(drawn_curves, smoothing=smooth)) or {}
+        for model_id in model_ids
     ]
-    return json_reply({"runs": runs, "metrics": describe_metrics(found)}, headers={"Cache-Control": "no-store"})
+    runs = [
+        {"model_id": model_id, "name": short(model_id), "steps": each.steps, "curves": own | more}
+        for model_id, each, own, more in zip(model_ids, found, drawn, written, strict=True)
+    ]
+    metrics = describe_metrics(found, [name for more in written for name in more])
+    return json_reply({"runs": runs, "metrics": metrics}, headers={"Cache-Control": "no-store"})
 
 
 # ---- Operations
@@ -189,8 +219,9 @@ async def show_operations(front: Front, caller: Caller, asked: Asked) -> dict[st
     wanted = query.before, query.run or None, query.kind or None, query.status or None
     found = await front.store.read(list_operations, caller.sees, _OPERATIONS_A_PAGE, *wanted)
     return {
-        "operations": [describe_operation(each) for each in found],
-        "older": found[-1].number if len(found) == _OPERATIONS_A_PAGE else None,
+        "operations": [describe_operation(each) for each in found.operations],
+        "older": found.older,
+        "most_searched": MOST_SEARCHED,
         "asked": {"status": query.status, "kind": query.kind, "run": query.run},
         "statuses": STATUSES,
         "kinds": KINDS,
@@ -215,6 +246,8 @@ async def show_settings(front: Front, caller: Caller, asked: Asked) -> dict[str,
     return {"settings": describe_settings(front.config), "keys": keys}
 
 
+FIRST_PAGES = (("overview.html.jinja", show_overview), ("runs.html.jinja", show_runs))
+"""Those that people open first."""
 add_page(router, "/", "overview.html.jinja", show_overview, "/overview.json")
 add_page(router, "/runs", "runs.html.jinja", show_runs)
 add_page(router, "/runs/{run_id}/batches", "batches.html.jinja", show_batches)
@@ -258,14 +291,15 @@ async def log_in(request: Request) -> Response:
     reply = RedirectResponse(place, 303)
     if caller.key is not None:
         secure = request.url.scheme == "https"
-        cookie = front.logins.cookie(caller.key.key_id)
+        cookie = await front.tenants.log_in(caller.key)
         reply.set_cookie(COOKIE, cookie, LOGIN_S, httponly=True, secure=secure, samesite="strict")
     return reply
 
 
 @open_router.post("/logout")
 async def log_out(request: Request) -> Response:
-    """Take the cookie back."""
+    """End the login, and with it every copy of its cookie."""
+    await front_of(request).tenants.log_out(request.headers)
     reply = RedirectResponse(LOGIN, 303)
     reply.delete_cookie(COOKIE)
     return reply

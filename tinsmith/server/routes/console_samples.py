@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse
 from tinsmith.chat.template import ChatFormat
 from tinsmith.console.rollouts import IMAGE_PATH, PAGES
 from tinsmith.console.run_files import RunFiles
-from tinsmith.console.samples import MOST_LISTED, image_of, label_of, sample_page, samples_page
+from tinsmith.console.samples import MOST_LISTED, MOST_LISTED_BYTES, image_of, label_of, sample_page, samples_page
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.server import calls
 from tinsmith.server.access import caller_of
@@ -40,9 +40,9 @@ _IMAGE_HEADERS = {
 
 async def show_samples(front: Front, caller: Caller, asked: Asked) -> dict[str, Any]:
     """The newest samples."""
-    kept = await front.ask(calls.newest_samples, caller.sees, MOST_LISTED)
-    formats = await _formats(front, {each.base_model for each in kept})
     async with front.searching:
+        kept = await front.ask(calls.newest_samples, caller.sees, MOST_LISTED, MOST_LISTED_BYTES)
+        formats = await _formats(front, {each.base_model for each in kept})
         return await asyncio.to_thread(samples_page, kept, formats, asked, front.config.server.kept_sample_mib)
 
 
