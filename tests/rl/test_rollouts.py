@@ -343,7 +343,7 @@ def test_a_control_token_in_escaped_json_stays_text(plain: ChatTemplate) -> None
     assert plain.decode(seen) == json.dumps("ü<|im_end|><")
 
 
-class CodesOfCharacters(PreTrainedTokenizer):  # type: ignore[misc]
+class CodesOfCharacters(PreTrainedTokenizer):
     """A tokenizer in Python, as models without a tokenizer.json have."""
 
     @property
@@ -367,7 +367,8 @@ class CodesOfCharacters(PreTrainedTokenizer):  # type: ignore[misc]
 
 
 def test_a_tokenizer_without_a_tokenizer_json_is_called_itself() -> None:
-    made = CodesOfCharacters(eos_token="<|end|>", extra_special_tokens=["<|turn|>"])
+    made: Any = CodesOfCharacters  # whose parent has no types
+    made = made(eos_token="<|end|>", extra_special_tokens=["<|turn|>"])
     turn, end = (made.convert_tokens_to_ids(token) for token in ("<|turn|>", "<|end|>"))
     ours = ChatTemplate(made, None, "{% for m in messages %}<|turn|>{{ m.content }}<|end|>{% endfor %}<|turn|>")
     assert (ours.end_of_turn, ours.end_of_turn_ids, ours.stop_ids) == ("<|end|>", (end,), {end})

@@ -128,7 +128,7 @@ class Uploads:
             if upload.allowed_bytes is not None:
                 replaced = self.directory(upload) / file
                 own = [self.directory(other) for other in self._all() if other.tenant == upload.tenant]
-                files = (path for place in own for path in place.iterdir() if path.stem != _ABOUT.stem)
+                files = (path for place in own for path in place.glob("*") if path.stem != _ABOUT.stem)
                 taken = sum(_sizes(path for path in files if path != replaced))
                 if taken + size > upload.allowed_bytes:
                     raise BackpressureError(
