@@ -111,7 +111,7 @@ MUTATIONS = (
     Mutation(
         "an upload is taken for an adapter of another shape than it has",
         "tinsmith/worker/imports.py",
-        "if found := adapter.shape.differences(wanted):",
+        "if found := shape.differences(wanted):",
         "if found := wanted.differences(wanted):",
         ("tests/acceptance/test_uploads.py",),
     ),

@@ -10,8 +10,8 @@ A rendered text contains the model's placeholder token where an image stands. Th
 plain text, for example because the model sampled them. To tell the two apart, plain text carries the character
 `ESCAPED` instead until it is tokenized.
 
-`format.py` renders and tokenizes, for applications of the server too. Its tokenizer is a copy of the one that the SDK
-gives, so that tokens are those of any other script.
+`format.py` renders, for applications of the server too. The tokenizer is the one that the SDK gives, or a copy of it:
+tokens are those of any other script.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinsmith_rl.env import ChatMessage, visible
 from tinsmith_rl.errors import ConfigError, UserError, foreign_code, translated
-from tinsmith_rl.format import ESCAPED, MessageFormat
+from tinsmith_rl.format import ESCAPED, MessageFormat, Tokenize, tokenizing
 from tinsmith_rl.sequences import (
     EncodedImage,
     ImageProcessor,
@@ -115,8 +115,10 @@ class ChatTemplate:
     ) -> RenderedText:
         """The conversation as a text. `images` are those of all messages, in order.
 
-        Raises UserError if the template leaves images out, or cannot render the messages.
+        Raises UserError if there are none, or the template leaves images out, or cannot render the messages.
         """
+        if not messages:
+            raise UserError("the environment gave no message; a conversation needs one")
         shaped = [self._for_template(message) for message in messages]
         with foreign_code(_cannot_render):
             text = self._format.rendered(shaped, (), self.options, add_generation_prompt)
@@ -206,19 +208,25 @@ class ChatTemplate:
         remedy = "give one with chat_template=FILE, or take a model that was trained to chat"
         if "default" not in templates:
             raise ConfigError(f"{name} has no chat template; {remedy}")
-        tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
-        if not isinstance(tokenizer, Tokenizer):
-            raise ConfigError(f"{name} has no tokenizer.json, which is needed; take the tokenizer of such a model")
         with translated(
             TemplateSyntaxError, lambda error: ConfigError(f"{name} has a chat template that is no Jinja: {error}")
         ):
             return MessageFormat(
-                Tokenizer.from_str(tokenizer.to_str()),  # transformers sets lengths in its own at every call
+                _tokenize(self.tokenizer),
+                self.tokenizer.added_tokens_decoder,
                 templates,
                 self.tokenizer.special_tokens_map,
                 map(str, self.tokenizer.all_special_tokens),
                 self.placeholder,
             )
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase) -> Tokenize:
+    """A tokenizer in Python, of models without a tokenizer.json, is called itself; any other is copied."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, Tokenizer):
+        return tokenizing(Tokenizer.from_str(backend.to_str()))  # transformers sets lengths in its own at every call
+    return lambda texts: [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def _cannot_render(error: BaseException) -> UserError:

@@ -31,8 +31,7 @@ def start(http: httpx.Client, **changes: Any) -> dict[str, Any]:
     return begun
 
 
-def upload(http: httpx.Client, files: dict[str, bytes], **changes: Any) -> httpx.Response:
-    begun = start(http, **changes)
+def upload(http: httpx.Client, files: dict[str, bytes], begun: dict[str, Any]) -> httpx.Response:
     for file, content in files.items():
         httpx.put(begun["urls"][file], content=content).raise_for_status()  # without a key
     return finish(http, begun["upload_id"])
@@ -82,6 +81,7 @@ def test_files_that_are_no_such_adapter_are_refused_and_leave_nothing(
     files = exported(http, learn(train(service, "text"), [datum(text_input(0, 12))]))
     tensors = load(files[WEIGHTS])
     name = min(tensors)
+    begun = start(http)
     scaled = json.loads(files[CONFIG]) | {"use_dora": True}
     before = http.get("training_runs").json()["cursor"]["total_count"]
     for changed, config, said in (
@@ -89,11 +89,12 @@ def test_files_that_are_no_such_adapter_are_refused_and_leave_nothing(
         ({WEIGHTS: save({name: tensors[name]})}, {}, "the adapter holds"),
         ({WEIGHTS: save(tensors | {name: tensors[name] * float("nan")})}, {}, "not finite"),
         ({CONFIG: b"{"}, {}, "adapter_config.json"),
+        ({CONFIG: b"[" * 100_000}, {}, "adapter_config.json"),
         ({CONFIG: json.dumps(scaled).encode()}, {}, "use_dora of PEFT cannot be used"),
         ({}, {"lora_config": LORA | {"rank": 4}}, "the files hold an adapter with rank=8, and lora_config says rank=4"),
         ({}, {"lora_config": LORA | {"train_mlp": False}}, "lora_config says train_mlp=False"),
     ):
-        reply = upload(http, files | changed, **config)
+        reply = upload(http, files | changed, start(http, **config) if config else begun)
         assert (reply.status_code, said in reply.text) == (400, True), (said, reply.text)
         assert "/uploads/" not in reply.text
     assert http.get("training_runs").json()["cursor"]["total_count"] == before

@@ -6,6 +6,7 @@ templates.
 
 import asyncio
 import copy
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import tinker
 from PIL import Image
+from transformers import PreTrainedTokenizer
 
 from tests.rl.scripted import (
     COUNTS,
@@ -36,7 +38,7 @@ from tinsmith_rl.chat import ChatTemplate, Conversation, TemplateError
 from tinsmith_rl.config import ModelSection, from_tree
 from tinsmith_rl.configured_rollouts import rollout_settings
 from tinsmith_rl.env import ChatMessage, Prompt, image_part, text_part, user
-from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.errors import ConfigError, UserError
 from tinsmith_rl.policy import Completion, SamplingRequest, TinkerPolicy, chat_template, context_limit, tokenizer_of
 from tinsmith_rl.prompts import file_prompts, prompt_of_group, prompts_of, seed_prompts
 from tinsmith_rl.rollouts import EnvRollouts
@@ -307,6 +309,74 @@ def test_prompts_are_those_that_transformers_renders(template: str | None, make_
         rendered = ours.render(cast(list[ChatMessage], messages), (), True)
         assert rendered.text == text
         assert ours.encode(rendered).ids.tolist() == ours.tokenizer.encode(text, add_special_tokens=False)
+
+
+IN_TRANSFORMERS = (
+    "{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }}{% endgeneration %}{{ x }}{% endfor %}",
+    "{% for m in messages %}{{ m.tool_calls }}{{ m.reasoning_content }}{{ m.items() | list }}{% endfor %}",
+    "{{ strftime_now('%Y-%m-%d%z') }}{{ documents }}{{ bos_token }}{{ eos_token }}{{ messages[0].content }}",
+    "{{ messages | tojson(true) }}{{ messages | tojson(false, none, (',', ':')) }}{{ tools | tojson }}",
+    "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", IN_TRANSFORMERS)
+@pytest.mark.parametrize("options", [{}, {"tools": [{"name": "f"}], "documents": [{"title": "t"}], "bos_token": "B"}])
+def test_templates_see_what_transformers_shows_them(
+    template: str, options: dict[str, Any], plain: ChatTemplate
+) -> None:
+    said: Any = [
+        {"role": "user", "content": "Köln", "tool_calls": None},
+        {"role": "assistant", "content": "b", "thinking": None, "reasoning": "r"},
+    ]
+    ours = ChatTemplate(plain.tokenizer, None, template, options)
+    text = ours.tokenizer.apply_chat_template(said, chat_template=template, tokenize=False, **options)
+    assert ours.render(said, (), False).text == text
+    with pytest.raises(UserError, match="a conversation needs one"):
+        ours.render([], (), True)
+
+
+def test_a_control_token_in_escaped_json_stays_text(plain: ChatTemplate) -> None:
+    ours = ChatTemplate(plain.tokenizer, None, "{% for m in messages %}{{ m.content | tojson(true) }}{% endfor %}")
+    seen = Conversation(ours, [{"role": "user", "content": "ü<|im_end|><"}]).prompt.ids.tolist()
+    assert ids(plain, "<|im_end|>")[0] not in seen
+    assert plain.decode(seen) == json.dumps("ü<|im_end|><")
+
+
+class CodesOfCharacters(PreTrainedTokenizer):
+    """A tokenizer in Python, as models without a tokenizer.json have."""
+
+    @property
+    def vocab_size(self) -> int:
+        return 256
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(code): code for code in range(256)} | self.added_tokens_encoder
+
+    def _tokenize(self, text: str, **_: Any) -> list[str]:
+        return list(text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ord(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return chr(index)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens)
+
+
+def test_a_tokenizer_without_a_tokenizer_json_is_called_itself() -> None:
+    made: Any = CodesOfCharacters  # whose parent has no types
+    made = made(eos_token="<|end|>", extra_special_tokens=["<|turn|>"])
+    turn, end = (made.convert_tokens_to_ids(token) for token in ("<|turn|>", "<|end|>"))
+    ours = ChatTemplate(made, None, "{% for m in messages %}<|turn|>{{ m.content }}<|end|>{% endfor %}<|turn|>")
+    assert (ours.end_of_turn, ours.end_of_turn_ids, ours.stop_ids) == ("<|end|>", (end,), {end})
+    talk = Conversation(ours, [user("a<|end|> <")])
+    opening = [turn, *map(ord, "a<|end|> <"), end, turn]
+    assert talk.prompt.ids.tolist() == opening
+    talk.extend(np.array([ord("b"), end], dtype=np.int32), True, [user("c")])
+    assert talk.prompt.ids.tolist() == [*opening, ord("b"), end, turn, ord("c"), end, turn]
 
 
 @pytest.mark.parametrize(("broken", "was", "now"), [(SHOUTS, "'hot'", "'H'"), (COUNTS, "'1'", "'3'")])

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -27,7 +28,7 @@ from tinsmith.protocol.serving import Sample, SampleDone
 from tinsmith.server import tenants
 from tinsmith.server.access import PREFIX
 from tinsmith.server.app import create_app
-from tinsmith.store import schema
+from tinsmith.store import disk, schema
 from tinsmith.store.keys import add_key, list_keys, revoke_key, rotate_key
 from tinsmith.store.records import ApiKey, Role
 from tinsmith.store.sqlite import FILE_NAME
@@ -394,3 +395,32 @@ async def test_an_upload_is_finished_by_its_tenant_alone(server: Served) -> None
         absent = await bob.refusal("external_weights_upload_finish", {"upload_id": "0" * 32}, 404)
         assert foreign.replace(begun["upload_id"], "0" * 32) == absent
         assert "is not there" in await alice.refusal("external_weights_upload_finish", asked, 400)
+
+
+async def test_what_a_key_allows_holds_for_the_files_of_uploads(server: Served) -> None:
+    text = add_key(server.store, key("alice", storage_bytes=1000, project_id="vision"))
+    async with speaking(server, text) as alice:
+        begun = await alice.answer("external_weights_upload_start", {"base_model": "tiny", "lora_config": {"rank": 4}})
+        assert server.front.uploads.require(begun["upload_id"]).project_id == "vision"
+        config, weights = begun["urls"].values()
+        assert (await server.client.put(config, content=bytes(600))).status_code == 200
+        reply = await server.client.put(weights, content=bytes(600))
+        assert (reply.status_code, "the key allows 1,000 more" in reply.text) == (429, True)
+        assert (await server.client.put(weights, content=bytes(400))).status_code == 200
+
+
+async def test_the_disk_that_takes_an_upload_keeps_nobody_waiting(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, sync = [], disk.sync
+
+    def noted(path: Path) -> None:
+        threads.append(threading.get_ident())
+        sync(path)
+
+    begun = await server.answer("external_weights_upload_start", {"base_model": "tiny", "lora_config": {"rank": 4}})
+    monkeypatch.setattr(disk, "sync", noted)
+    for url in begun["urls"].values():
+        assert (await server.client.put(url, content=b"{}")).status_code == 200
+    assert len(threads) == 4
+    assert threading.get_ident() not in threads

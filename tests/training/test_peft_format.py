@@ -76,6 +76,24 @@ def family_base(family_dir: Dirs) -> Bases:
     return cache(lambda family: load(family_dir(family), device="cpu"))
 
 
+def test_a_shape_is_refused_before_there_is_anything_of_its_size(
+    family_base: Bases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer's matrices of a large rank make an adapter of all layers, many times as large as the file."""
+    base = family_base("qwen3")
+    write_peft(random_adapter(base, rank=RANK), base.layout, "x", tmp_path)
+
+    def refuse(shape: LoraShape) -> None:
+        raise UserError(f"refused: {shape.rank}")
+
+    def never(*_: object) -> Adapter:
+        raise AssertionError
+
+    monkeypatch.setattr("tinsmith.training.peft_format.new_adapter", never)
+    with pytest.raises(UserError, match=f"refused: {RANK}"):
+        read_peft(tmp_path, base.layout, None, refuse)
+
+
 @pytest.fixture
 def hybrid(family_base: Bases) -> BaseModel:
     """A small Qwen3.5."""

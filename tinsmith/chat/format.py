@@ -9,7 +9,7 @@ character `BREAK` stands behind the first of them until the text is tokenized, a
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import chain
 from typing import Any
@@ -18,7 +18,7 @@ from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 BREAK = "\U000fdeae"
 """Breaks up what would be a control token. A private-use character, which no template and no model writes."""
@@ -26,6 +26,8 @@ ESCAPED = "\U000fdead"
 """Stands for an answer of the model, or for a placeholder in one. Also a private-use character."""
 FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors of a template that refuses messages, or is not made for them."""
+Tokenize = Callable[[list[str]], Iterable[Sequence[int]]]
+"""Gives the tokens of each text. It finds special tokens, and adds none."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which messages hold reasoning, the one that counts first."""
 
@@ -35,7 +37,8 @@ class MessageFormat:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenize: Tokenize,
+        added: Mapping[int, AddedToken],
         templates: Mapping[str, str],
         names: Mapping[str, str],
         control: Iterable[str] = (),
@@ -43,18 +46,16 @@ class MessageFormat:
     ) -> None:
         """Compile the templates, keyed by name; the one named `default` is for all that no other is for.
 
+        `tokenize` is the tokenizer, and `added` are the tokens beside its vocabulary, by id.
         `names` are tokens that templates may name, such as `bos_token`. They are control tokens too, as are the
         tokenizer's special ones and those of `control`. `image_token` stands for an image; empty if there are none.
         Raises TemplateError for a template that is no Jinja.
         """
-        self.tokenizer = tokenizer
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
+        self._tokenize_all = tokenize
         self.image_token = image_token
         """Stands for an image in a rendered text; empty for a model of text alone."""
         self._names = dict(names)
         self._templates = _compiled(templates)
-        added = tokenizer.get_added_tokens_decoder()
         self.special_ids = [at for at, token in added.items() if token.special]
         special = {*names.values(), *control, *(added[at].content for at in self.special_ids)} - {""}
         self._added = special | {token.content for token in added.values()}
@@ -73,17 +74,20 @@ class MessageFormat:
         """Return a conversation as a text. What others than the template and the model said is to be `broken`.
 
         The content of a message is a text, or a list of parts: {"type": "text", "text": ...} and {"type": "image"}.
+        As in transformers, fields that are None are left out, and `tools` may be among the options.
         Raises one of `FAULTS`.
         """
+        given = {"documents": None, **self._names, **(options or {})}
+        tools = tools or given.pop("tools", None) or ()
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name) or next(iter(self._templates.values()))
         text: str = template.render(
-            **{"documents": None, **self._names, **(options or {})},
+            **given,
             messages=list(map(_with_reasoning, messages)),
             tools=tools or None,
             add_generation_prompt=add_generation_prompt,
             raise_exception=_refuse,
-            strftime_now=lambda form: datetime.now().astimezone().strftime(form),
+            strftime_now=lambda form: datetime.now().astimezone().replace(tzinfo=None).strftime(form),
         )
         return text
 
@@ -120,14 +124,21 @@ class MessageFormat:
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text. Special tokens are found unless they are broken up, and none are added."""
-        # A batch is tokenized without the interpreter's lock
-        encoded = self.tokenizer.encode_batch(text.split(BREAK), add_special_tokens=False)
-        return list(chain.from_iterable(each.ids for each in encoded))
+        return list(chain.from_iterable(self._tokenize_all(text.split(BREAK))))
+
+
+def tokenizing(tokenizer: Tokenizer) -> Tokenize:
+    """Return what a tokenizer of a `tokenizer.json` does. It no longer pads or truncates."""
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    # A batch is tokenized without the interpreter's lock
+    return lambda texts: [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message with its reasoning under the names that templates read, whichever it has."""
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    message = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
@@ -136,15 +147,15 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 class _Generation(Extension):
-    """The block that marks what a model has said, for training; its content is all that counts here."""
+    """The block that marks what a model has said, for training: its content is rendered, in a scope of its own."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         self.tags = {"generation"}
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _compiled(templates: Mapping[str, str]) -> dict[str, Template]:
@@ -155,8 +166,17 @@ def _compiled(templates: Mapping[str, str]) -> dict[str, Template]:
     return {name: environment.from_string(text) for name, text in templates.items()}
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    for ours in (BREAK, ESCAPED) if ensure_ascii else ():
+        text = text.replace(json.dumps(ours).strip('"'), ours)
+    return text
 
 
 def _refuse(message: str) -> None:

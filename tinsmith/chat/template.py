@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tinsmith.chat.format import FAULTS, MessageFormat
+from tinsmith.chat.format import FAULTS, MessageFormat, tokenizing
 from tinsmith.chat.tools import CallForm, form_of
 from tinsmith.errors import UserError, translated
 
@@ -30,14 +30,15 @@ class ChatFormat(MessageFormat):
         with translated(
             Exception, UserError, lambda error: f"model: {path} cannot be used: {error}; download it again"
         ):
-            tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+            self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         settings = _read_json(source, "tokenizer_config.json")
         names = {name: text for name in _SPECIAL if (text := _content(settings.get(name)))}
         templates = _templates(source, settings)
         image_id = _read_json(source, "config.json").get("image_token_id")
-        image_token = "" if image_id is None else tokenizer.id_to_token(image_id) or ""
-        super().__init__(tokenizer, templates, names, image_token=image_token)
-        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        image_token = "" if image_id is None else self.tokenizer.id_to_token(image_id) or ""
+        added = self.tokenizer.get_added_tokens_decoder()
+        super().__init__(tokenizing(self.tokenizer), added, templates, names, image_token=image_token)
+        self.longest_token = max(map(len, self.tokenizer.get_vocab()))
         """Bytes, or characters: no text has more for each of its tokens."""
         self.calls: CallForm | None = next(filter(None, map(form_of, templates.values())), None)
         """The form of its calls of tools; None if its template has no tools, or others than are known here."""

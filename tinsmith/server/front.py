@@ -75,8 +75,6 @@ class Front:
         """Checkpoints of another server; for one that only samples."""
         self.signer = UrlSigner(data_dir)
         self.uploads = Uploads(data_dir)
-        self.importing = asyncio.Lock()
-        """Held by the one upload that becomes a checkpoint: that takes a process with torch, and seconds."""
         self.applications = Applications()
         self.live = LivePages()
         self.searching = asyncio.Lock()

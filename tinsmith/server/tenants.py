@@ -158,8 +158,8 @@ class Tenants:
         return session_id in self._sessions
 
 
-async def require_storage(store: Stored, caller: Caller) -> None:
-    """Raise BackpressureError if the caller's key allows no more checkpoints."""
+async def require_storage(store: Stored, caller: Caller) -> int | None:
+    """Return the bytes that the caller's key still allows, None if any. Raises BackpressureError if none."""
     key = caller.key
     if key is not None and key.storage_bytes is not None:
         stored = await store.read(living_bytes, key.tenant)
@@ -168,6 +168,8 @@ async def require_storage(store: Stored, caller: Caller) -> None:
                 f"tenant {key.tenant!r} stores {stored:,} bytes of checkpoints, and key {key.name!r} allows "
                 f"{key.storage_bytes:,}; delete some, or let them expire, and save again"
             )
+        return key.storage_bytes - stored
+    return None
 
 
 def _sent_cookie(headers: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ projection of its own they would take that for the input embedding.
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -356,14 +356,17 @@ class _Found:
         return {name: LoraPair(*both) for name, *both in zip(self.targets, a.split(rank), blocks, strict=True)}
 
 
-def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapter:
+def read_peft(
+    directory: Path, base: Layout, source: str | None = None, check: Callable[[LoraShape], None] = lambda shape: None
+) -> Adapter:
     """Read a PEFT folder, or a download of the Tinker API, with its scale taken into B.
 
     Attention, MLP and output projection are each trained wholly or not at all: a group that the folder covers in part
     is completed with modules that change nothing yet. Copies of the base's output projection and embedding, which PEFT
-    saves beside an adapter of them, are compared with the files of the base, `source`.
+    saves beside an adapter of them, are compared with the files of the base, `source`. `check` may refuse the shape
+    before there is anything of its size.
 
-    Raises UserError for what LoRA on this base cannot be, and ConfigError for a damaged file.
+    Raises UserError for what LoRA on this base cannot be, what `check` raises, and ConfigError for a damaged file.
     """
     config = require_peft(directory)
     tensors = load_file(directory / WEIGHTS_FILE)
@@ -393,6 +396,7 @@ def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapt
             )
     groups = {base.targets[name].group for name in pairs}
     shape = LoraShape(rank, seed=0, **{f"train_{group}": group in groups for group in GROUPS})
+    check(shape)
     adapter = new_adapter(shape, base, torch.device("cpu"), torch.float32)
     return adapter_of(shape, adapter.masters | pairs, torch.float32)
 

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -82,19 +83,24 @@ def _made(asked: ImportAsked) -> dict[str, Any]:
     from tinsmith.worker.checkpoint_files import write_files
 
     base, wanted = read_layout(asked.base_source), LoraShape(**asked.shape)
-    adapter = read_peft(Path(asked.directory), base, asked.base_source)
-    if found := adapter.shape.differences(wanted):
-        raise UserError(
-            f"lora_config: the files hold an adapter with {found}, and lora_config says "
-            f"{wanted.differences(adapter.shape)}; start again with what the files hold"
-        )
+    adapter = read_peft(Path(asked.directory), base, asked.base_source, partial(_require, wanted))
     about = About(asked.row["base_model"], asked.base_source, base.family.model_type, wanted, None)
     files = CheckpointFiles(Path(asked.data_dir), asked.checkpoint_root)
     return write_files(files, asked.row, partial(write_state, SavedState(about, adapter.named_tensors())))
 
 
+def _require(wanted: LoraShape, shape: LoraShape) -> None:
+    if found := shape.differences(wanted):
+        raise UserError(
+            f"lora_config: the files hold an adapter with {found}, and lora_config says {wanted.differences(shape)}; "
+            "start again with what the files hold"
+        )
+
+
 def main() -> None:
     """Read what is asked, make it, and print what has become of it."""
+    with suppress(OSError):  # if memory runs out, nothing else shall end
+        Path("/proc/self/oom_score_adj").write_text("1000")
     asked = ImportAsked(**json.load(sys.stdin))
     try:
         made = ImportMade(_made(asked))

@@ -1,16 +1,17 @@
 """Uploads of adapters: files to signed URLs, of which a checkpoint is made, complete or not at all."""
 
 import asyncio
-import shutil
 import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.errors import BackpressureError, NotFoundError, ParameterError, UserError
+from tinsmith.errors import NotFoundError, ParameterError, UserError
 from tinsmith.protocol.shapes import LoraShape, rank_refusal
 from tinsmith.server.access import allowed_ttl, caller_of, read_json, require_base
 from tinsmith.server.descriptions import timestamp
@@ -30,13 +31,13 @@ from tinsmith.worker.imports import ImportAsked, import_upload
 
 router = APIRouter()
 
+Result = TypeVar("Result")
+
 _UPLOAD = "upload"
 _NAME = "uploaded"
 _UPLOADED = uuid.UUID("0d0c6f0a-6c5e-4a1c-9d0e-5b7c4a7b1f55")
 """UUID namespace of sessions that hold what was uploaded."""
 _CONFIG_BYTES = 2**20
-_LEFT_BYTES = 2**30
-"""Bytes of the disk that uploads leave free, beside room for the checkpoint that is made of them."""
 _PART_BYTES = 2**20
 
 
@@ -54,10 +55,13 @@ async def external_weights_upload_start(request: Request) -> Response:
         raise ParameterError("lora_config.rank: 0 is of no adapter, and full weights are not taken; send 1 or more")
     if rank > facts.max_lora_rank:
         raise UserError(rank_refusal(rank, facts.max_lora_rank))
-    await require_storage(front.store, caller)
+    allowed = await require_storage(front.store, caller)
     expires = int(time.time()) + front.config.server.download_ttl_s
-    described = asked.lora_config.model_dump(), asked.destination_project_id
-    upload = await asyncio.to_thread(front.uploads.begin, caller.tenant, facts.name, *described, expires)
+    project = asked.destination_project_id
+    if caller.key is not None and project is None:
+        project = caller.key.project_id
+    described = asked.lora_config.model_dump(), project
+    upload = await asyncio.to_thread(front.uploads.begin, caller.tenant, facts.name, *described, expires, allowed)
     urls = {
         file: signed_url(
             request, f"{_UPLOAD}/{upload.upload_id}/{quote(file)}", expires, _UPLOAD, upload.upload_id, file
@@ -74,8 +78,8 @@ async def upload_file(request: Request, upload_id: str, file: str) -> Response:
     asked = parse_query(DownloadQuery, request.query_params)
     front.signer.check(asked.signature, asked.expires, _UPLOAD, upload_id, file)
     upload = await asyncio.to_thread(front.uploads.require, upload_id)
-    size = await asyncio.to_thread(_checked_size, front, request, file)
-    with front.uploads.receiving(upload, file) as written:
+    size = _checked_size(front, request, file)
+    async with _beside(front.uploads.receiving(upload, file, size)) as written:
         received, part = 0, bytearray()
         async for sent in request.stream():
             received += len(sent)
@@ -91,18 +95,27 @@ async def upload_file(request: Request, upload_id: str, file: str) -> Response:
     return Response(status_code=200)
 
 
+@asynccontextmanager
+async def _beside(managed: AbstractContextManager[Result]) -> AsyncIterator[Result]:
+    """Enter and leave in threads: the disk may take seconds, and the event loop serves everybody."""
+    entered = await asyncio.to_thread(managed.__enter__)
+    try:
+        yield entered
+    except BaseException as error:
+        if not await asyncio.to_thread(managed.__exit__, type(error), error, error.__traceback__):
+            raise
+    else:
+        await asyncio.to_thread(managed.__exit__, None, None, None)
+
+
 def _checked_size(front: Front, request: Request, file: str) -> int:
-    """The bytes that a request is going to send. Raises UserError if it does not tell, TooLargeError, TinsmithError."""
+    """The bytes that a request is going to send. Raises UserError if it does not tell, TooLargeError."""
     told, encoding = request.headers.get("content-length", ""), request.headers.get("content-encoding", "identity")
     if not (told.isascii() and told.isdigit() and len(told) < 20) or encoding != "identity":
         raise UserError(f"{file}: send it with its Content-Length, and without Content-Encoding")
     most = _CONFIG_BYTES if file.endswith(".json") else front.config.requests.max_upload_mib * 2**20
     if int(told) > most:
         raise TooLargeError(f"{file} has {told} bytes, and {most} are allowed (max_upload_mib); send a smaller adapter")
-    if shutil.disk_usage(front.data_dir).free < 2 * int(told) + _LEFT_BYTES:
-        raise BackpressureError(
-            f"the server's disk has no room for {file} of {told} bytes; delete checkpoints there", 60
-        )
     return int(told)
 
 
@@ -114,24 +127,20 @@ async def external_weights_upload_finish(request: Request) -> Response:
     path = CheckpointPath(ids.model_id(str(uuid.uuid5(_UPLOADED, upload_id)), 0), "sampler", _NAME)
     try:
         upload = await asyncio.to_thread(front.uploads.require, upload_id, caller.sees)
+        with front.uploads.importing():
+            await asyncio.to_thread(front.uploads.require, upload_id)  # another process may have finished it meanwhile
+            await _import(request, front, caller, upload, path)
+            await asyncio.to_thread(front.uploads.end, upload)
     except NotFoundError:
         made = await front.store.read(Store.checkpoint, str(path))
         if made is None or caller.sees not in (None, made.tenant):
             raise
-        return json_reply({"tinker_path": str(path)})
-    for file in UPLOAD_FILES:
-        if not (front.uploads.directory(upload) / file).is_file():
-            raise UserError(f"upload {upload_id}: {file} is not there; PUT it to its URL first")
-    if front.importing.locked():
-        raise BackpressureError("another upload is being finished; send the request again", 5)
-    async with front.importing:
-        await _import(request, front, caller, upload, path)
-    await asyncio.to_thread(front.uploads.end, upload)
     return json_reply({"tinker_path": str(path)})
 
 
 async def _import(request: Request, front: Front, caller: Caller, upload: Upload, path: CheckpointPath) -> None:
     await require_storage(front.store, caller)
+    await asyncio.to_thread(front.uploads.require_whole, upload)
     facts, session_id = front.base_models.find(upload.base_model), ids.session_of(path.model_id)
     ttl_s, now, directory = await allowed_ttl(request, None), time.time(), front.files.new_place()
     shape = asdict(LoraShape(**upload.lora_config | {"seed": upload.lora_config["seed"] or 0}))
