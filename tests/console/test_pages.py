@@ -92,7 +92,10 @@ def test_a_curve_moves_while_a_run_trains_whose_checkpoint_is_published_and_dele
         slow = list[tuple[Route, APIResponse]]()
 
         def answer(route: Route) -> None:
-            slow.append((route, route.fetch())) if not slow else route.continue_()
+            if slow:
+                route.continue_()
+            else:
+                slow.append((route, route.fetch()))
 
         page.route("**/curves.json*", answer)
         step(model)

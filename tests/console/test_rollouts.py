@@ -203,7 +203,10 @@ def test_a_run_is_found_beside_others_whose_files_are_broken(tmp_path: Path) -> 
     for number, state in enumerate(('{"weights": "tinker://a:train:0/weights/x"}', "[", '{"kept": 1}', None)):
         place = tmp_path / str(number)
         (place / "trajectories").mkdir(parents=True)
-        (place / "state.json").mkdir() if state is None else (place / "state.json").write_text(state)
+        if state is None:
+            (place / "state.json").mkdir()
+        else:
+            (place / "state.json").write_text(state)
         os.utime(place, (number, number))  # the newest are looked at first
     found = RunFiles(tmp_path).of_model("a:train:0")
     assert found is not None
