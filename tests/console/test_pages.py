@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tinker
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import APIResponse, Browser, Locator, Page, Route, expect
 
 from tests.console.conftest import DARK, DARK_PHONE, LIGHT, Keyed, Looking, connect, new_model, step
 from tests.console.hostile import HOSTILE
@@ -89,12 +89,26 @@ def test_a_curve_moves_while_a_run_trains_whose_checkpoint_is_published_and_dele
     step(model)
     with look.at(f"/runs/{model.model_id}") as page:
         expect(page.locator("[data-curves][data-steps='1']")).to_be_attached()
-        for _ in range(3):
+        slow = list[tuple[Route, APIResponse]]()
+
+        def answer(route: Route) -> None:
+            if slow:
+                route.continue_()
+            else:
+                slow.append((route, route.fetch()))
+
+        page.route("**/curves.json*", answer)
+        step(model)
+        while not slow:
+            page.wait_for_timeout(50)
+        for _ in range(2):
             step(model)
-        model.save_state("to-delete").result()
         expect(page.locator("[data-version='4']")).to_be_attached()
+        for route, reply in slow:  # of the second step; no further message tells of those after it
+            route.fulfill(response=reply)
         expect(page.locator("[data-curves][data-steps='4']")).to_be_attached()
         assert page.evaluate("document.querySelector(\"[data-metric='loss:sum']\").plot.data[0].length") == 4
+        model.save_state("to-delete").result()
         page.on("dialog", lambda dialog: dialog.accept())
         page.get_by_role("button", name="Publish").click()
         expect(page.get_by_role("button", name="Unpublish")).to_be_visible()
@@ -183,14 +197,18 @@ def test_many_open_pages_leave_connections_for_others(look: Looking) -> None:
     """A browser has six connections to a server: the streams of the newest pages that are shown take three."""
     with look.at("/") as first:
         expect(streaming(first, "open")).to_be_attached()
+        first.clock.install()
         others = [first.context.new_page() for _ in range(6)]
         for page in others:
             page.goto(f"{look.url}/runs")
             expect(streaming(page, "open")).to_be_attached()
         expect(streaming(first, "paused")).to_be_attached()
         expect(first.locator("#notice")).to_contain_text("Many pages")
+        first.clock.fast_forward(3_600_000)  # a page that does not change says so as long as it does not
+        expect(first.locator("#notice")).to_be_visible()
         first.locator("#health").click()
         expect(streaming(first, "open")).to_be_attached()
+        expect(first.locator("#notice")).to_be_hidden()
         hide(first, "hidden")
         expect(streaming(first, "paused")).to_be_attached()
         hide(first, "visible")

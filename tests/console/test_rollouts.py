@@ -1,6 +1,7 @@
 """The episodes of a real run, in a server's console and in `tinsmith view`."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -182,6 +183,38 @@ def test_many_threads_read_files_that_push_each_other_out(tmp_path: Path) -> Non
     with ThreadPoolExecutor(8) as threads:
         read = list(threads.map(lambda file: kept.read(file, parse), files * 20))
     assert read == [file.name for file in files] * 20
+
+
+def test_a_file_that_grows_is_kept_once(tmp_path: Path) -> None:
+    """Invariant: Of files of runs, what was read last stays in memory, within a size; no length that they once had."""
+    file, kept = tmp_path / "metrics.jsonl", KeptContents(100, len)
+    for length in range(1, 50):
+        file.write_text("x" * length)
+        assert kept.read(file, Path.read_text) == "x" * length
+    assert sum(len(text) for _, text in kept._values.values()) == 49
+    others = [tmp_path / str(number) for number in range(9)]
+    for other in others:
+        other.write_text("y" * 30)
+        kept.read(other, Path.read_text)
+    assert sum(len(text) for _, text in kept._values.values()) == 90
+
+
+def test_a_run_is_found_beside_others_whose_files_are_broken(tmp_path: Path) -> None:
+    for number, state in enumerate(('{"weights": "tinker://a:train:0/weights/x"}', "[", '{"kept": 1}', None)):
+        place = tmp_path / str(number)
+        (place / "trajectories").mkdir(parents=True)
+        if state is None:
+            (place / "state.json").mkdir()
+        else:
+            (place / "state.json").write_text(state)
+        os.utime(place, (number, number))  # the newest are looked at first
+    found = RunFiles(tmp_path).of_model("a:train:0")
+    assert found is not None
+    assert found.name == "0"
+    for line in ('{"reward": 1}', '{"step": null}', "[]"):
+        (found.directory / "metrics.jsonl").write_text(f"{line}\n")
+        with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read"):
+            found.metrics()
 
 
 def test_the_weights_that_sampled_are_the_newest_before() -> None:

@@ -5,8 +5,12 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
+from functools import partial
+from itertools import count
+from typing import Any
 
 import pytest
+from cachetools import TTLCache
 
 from tests.server.serving import Served
 from tests.server.test_tenants import belongings, key, speaking
@@ -15,7 +19,7 @@ from tinsmith.server import console, live
 from tinsmith.server.live import LivePages
 from tinsmith.server.replies import UnauthorizedError
 from tinsmith.server.tenants import COOKIE, Tenants
-from tinsmith.store.keys import LOGIN_S, MOST_LOGINS, add_key, begin_login, find_login, list_keys, revoke_key
+from tinsmith.store.keys import LOGIN_S, MOST_LOGINS, add_key, begin_login, end_login, find_login, list_keys, revoke_key
 
 
 def key_id_of(server: Served, name: str) -> str:
@@ -181,9 +185,7 @@ async def test_a_cookie_stands_for_its_key_on_every_route_until_that_ends(server
     assert (await server.client.get("/runs.json", headers=cookie)).status_code == 401
 
 
-async def test_a_copy_of_a_cookie_is_worth_nothing_after_the_logout(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_copy_of_a_cookie_is_worth_nothing_after_the_logout(server: Served) -> None:
     """Invariant: A logout ends its cookie on the server: here at once, in other processes when they look again."""
     text = add_key(server.store, key("alice"))
     cookies = [(await server.client.post("/login", data={"key": text})).cookies[COOKIE] for _ in range(2)]
@@ -197,10 +199,37 @@ async def test_a_copy_of_a_cookie_is_worth_nothing_after_the_logout(
     assert (reply.status_code, reply.headers["location"]) == (303, "/login")
     assert (await server.client.get("/runs.json", headers=one)).status_code == 401
     assert (await server.client.get("/runs.json", headers=other)).status_code == 200
+    assert beside._logins.ttl <= 5
     beside._logins.expire(math.inf)
     with pytest.raises(UnauthorizedError):
         await beside.caller({"cookie": one["Cookie"]})
     assert (await server.client.post("/logout")).status_code == 303
+
+
+@pytest.mark.parametrize("tick_s", [0.21, 0.3, 0.4, 0.45])
+async def test_a_login_that_is_looked_at_again_while_a_request_runs_lets_it_in(server: Served, tick_s: float) -> None:
+    add_key(server.store, key("alice"))
+    cookie = {"cookie": f"{COOKIE}={begin_login(server.store, key_id_of(server, 'alice'))}"}
+    tenants = server.front.tenants
+    tenants._logins = TTLCache(9, 1.0, partial(next, count(0, tick_s)))  # time passes at each look at the clock
+    for _ in range(30):
+        assert (await tenants.caller(cookie)).tenant == "alice"
+
+
+async def test_a_logout_without_a_login_writes_nothing(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant: Who has no key makes nobody wait for the database's only writer."""
+    text, written, write = add_key(server.store, key("alice")), [], server.front.store.write
+
+    async def noted(method: Any, *args: Any) -> Any:
+        written.append(method)
+        return await write(method, *args)
+
+    monkeypatch.setattr(server.front.store, "write", noted)
+    assert (await server.client.post("/logout", headers={"Cookie": f"{COOKIE}=made-up"})).status_code == 303
+    assert written == []
+    await server.client.post("/login", data={"key": text})
+    await server.client.post("/logout")
+    assert written == [begin_login, end_login]
 
 
 def test_a_login_ends_after_a_month_and_when_there_are_too_many(

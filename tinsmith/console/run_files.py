@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import orjson
 import zstandard
@@ -22,11 +22,14 @@ from tinsmith.errors import NotFoundError, UserError, quoted, translated
 _FORMAT = 1
 _SUFFIX = ".jsonl.zst"
 MOST_BYTES = 2**28
-"""Most bytes of a file that a page reads, once it is decompressed; and of all that stay in memory."""
+"""Most bytes of a file that a page reads, once it is decompressed; and of all files that stay in memory.
+
+There, a text takes up to ten times its size.
+"""
 _TOO_LARGE = f"it holds more than {MOST_BYTES // 2**20} MiB, and pages show no larger files"
 _PIECE = 2**10
 """Bytes that are decompressed at once, to 32 MiB at most: Zstandard packs 128 KiB into 4 bytes."""
-_KEPT_VALUES = 4096
+_HEADING_BYTES = 2**10
 _IMAGE = re.compile(r"[0-9a-f]{64}\.(png|jpeg)")
 _STEP = re.compile(r"step-(\d+)")
 
@@ -35,22 +38,25 @@ Json = dict[str, Any]
 
 
 class KeptContents:
-    """Contents of files, until they change. For any thread; one of them reads at a time."""
+    """Contents of files, each as it was read last. For any thread; one of them reads at a time."""
 
     def __init__(self, most: int, size_of: Callable[[Any], int] = lambda _: 1) -> None:
         """Their sizes add up to `most`; by default, each is 1."""
-        self._values: LRUCache[tuple[str, int, int, int], Any] = LRUCache(most, size_of)
+        self._values: LRUCache[str, tuple[tuple[int, int, int], Any]] = LRUCache(most, lambda kept: size_of(kept[1]))
         self._lock = threading.Lock()
 
     def read(self, file: Path, parse: Callable[[Path], Value]) -> Value:
         """The result of `parse` for a file. Raises OSError if it cannot be read."""
         found = file.stat()
-        key = str(file), found.st_ino, found.st_mtime_ns, found.st_size
+        name, state = str(file), (found.st_ino, found.st_mtime_ns, found.st_size)
         with self._lock:
-            if key not in self._values:
-                self._values[key] = parse(file)
-            value: Value = self._values[key]
-            return value
+            kept_state, value = self._values.get(name, (None, None))
+            if kept_state != state:
+                self._values.pop(name, None)  # a file that grows would stay in memory once for each of its lengths
+                value = parse(file)
+                self._values[name] = state, value
+            found_value: Value = value
+            return found_value
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Heading:
     """The mean."""
     model: str
     """Weights that were evaluated on their own, else empty."""
+    size: ClassVar[int] = _HEADING_BYTES
 
     @property
     def order(self) -> tuple[bool, int, bool]:
@@ -79,7 +86,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class _Lines:
-    """What is in a file of trajectories."""
+    """What is in a file, each line an object; a file of one object is one line."""
 
     lines: list[Json]
     size: int
@@ -105,15 +112,15 @@ class RunDirectory:
 
     def metrics(self) -> list[Json]:
         """The metrics of each step, in order."""
-        return self._optional("metrics.jsonl", _read_metrics, [])
+        return self._optional("metrics.jsonl", _read_metrics)
 
     def config(self) -> Json:
         """The settings of the run, by section."""
-        return self._optional("config.json", _read_object, {})
+        return next(iter(self._optional("config.json", _read_object)), {})
 
     def state(self) -> Json:
         """The content of state.json: the step at which the run would go on, and its checkpoints."""
-        return self._optional("state.json", _read_object, {})
+        return next(iter(self._optional("state.json", _read_object)), {})
 
     @property
     def server(self) -> str:
@@ -158,13 +165,13 @@ class RunDirectory:
 
     def trains(self, model_id: str) -> bool:
         """Whether it has saved checkpoints of this model."""
-        state = self.state()
-        saved = [state.get("weights"), *(state.get("kept") or ())]
+        weights, kept = self.state().get("weights"), self.state().get("kept")
+        saved = [weights, *(kept if isinstance(kept, list) else ())]
         return any(str(path).startswith(f"tinker://{model_id}/") for path in saved)
 
-    def _optional(self, name: str, parse: Callable[[Path], Value], otherwise: Value) -> Value:
+    def _optional(self, name: str, parse: Callable[[Path], _Lines]) -> list[Json]:
         file = self.directory / name
-        return self._kept.read(file, parse) if file.exists() else otherwise
+        return self._kept.read(file, parse).lines if file.exists() else []
 
 
 class RunFiles:
@@ -173,7 +180,7 @@ class RunFiles:
     def __init__(self, root: Path, server: str = "") -> None:
         """`server` is the URL at which the checkpoints of all are; else each run says it."""
         self.root, self._server = root.resolve(), server.rstrip("/")
-        self._kept, self._episodes = KeptContents(_KEPT_VALUES), KeptContents(MOST_BYTES, lambda read: read.size)
+        self._kept, self._episodes = (KeptContents(MOST_BYTES, lambda read: read.size) for _ in range(2))
 
     def runs(self) -> list[RunDirectory]:
         """All of them, the newest first."""
@@ -191,7 +198,7 @@ class RunFiles:
     def of_model(self, model_id: str) -> RunDirectory | None:
         """The newest run that has saved checkpoints of a model; one whose files cannot be read is passed over."""
         for run in self.runs():
-            with suppress(UserError):
+            with suppress(UserError, OSError):
                 if run.trains(model_id):
                     return run
         return None
@@ -206,17 +213,20 @@ def _is_run(place: Path) -> bool:
     return (place / "trajectories").is_dir() or (place / "metrics.jsonl").is_file()
 
 
-def _read_metrics(file: Path) -> list[Json]:
+def _read_metrics(file: Path) -> _Lines:
     """The last line is incomplete while it is written."""
     with _readable(file):
-        lines = [line for line in _whole(file).splitlines(keepends=True) if line.endswith(b"\n")]
+        content = _whole(file)
+        lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
         # Of json, which writes numbers that are none, and reads them
-        return [dict(json.loads(line, parse_constant=lambda _: None)) for line in lines]
+        found = [dict(json.loads(line, parse_constant=lambda _: None)) for line in lines]
+        return _Lines([{**line, "step": int(line["step"])} for line in found], len(content))
 
 
-def _read_object(file: Path) -> Json:
+def _read_object(file: Path) -> _Lines:
     with _readable(file):
-        return dict(orjson.loads(_whole(file)))
+        content = _whole(file)
+        return _Lines([dict(orjson.loads(content))], len(content))
 
 
 def _whole(file: Path) -> bytes:

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,11 +102,12 @@ class Tenants:
     async def _login(self, headers: Mapping[str, str]) -> str | None:
         """The key, by its part that is no secret, with which the browser that sent these headers is logged in."""
         text = _sent_cookie(headers)
-        if text and text not in self._logins:
-            found = await self._store.read(find_login, text)
-            if found is not None:
-                self._logins[text] = found
-        return self._logins.get(text)
+        with suppress(KeyError):
+            return self._logins[text]  # one look: what `in` and `get` find may expire before they return it
+        found = await self._store.read(find_login, text) if text else None
+        if found is not None:
+            self._logins[text] = found
+        return found
 
     async def log_in(self, key: ApiKey) -> str:
         """Begin a login with a key; returns the value of its cookie."""
@@ -114,7 +116,7 @@ class Tenants:
     async def log_out(self, headers: Mapping[str, str]) -> None:
         """End the login of the browser that sent these headers. Other processes of the server hear of it in 5 s."""
         text = _sent_cookie(headers)
-        if text:
+        if text and await self._store.read(find_login, text) is not None:  # anybody may send a cookie that is none
             await self._store.write(end_login, text)
             self._logins.pop(text, None)
 

@@ -86,11 +86,15 @@ all.forEach(show);
 let version = document.querySelector("[data-version]")?.dataset.version;
 let showing = false;
 document.addEventListener("htmx:sseMessage", async () => {
-  const now = document.querySelector("[data-version]")?.dataset.version;
-  if (now === version || showing) return;
+  if (showing) return;
   showing = true;
-  version = now;
-  try { for (const charts of all) await show(charts); } finally { showing = false; }
+  try {
+    // More may have come while they were drawn, and perhaps no further message will
+    for (let now; (now = document.querySelector("[data-version]")?.dataset.version) !== version;) {
+      version = now;
+      for (const charts of all) await show(charts);
+    }
+  } finally { showing = false; }
 });
 
 function again() {

@@ -1,13 +1,20 @@
 // Behaviour of all pages of the console. No page needs it to be read.
 "use strict";
 
-/** Shows a sentence for some seconds. */
-function notice(text) {
+/** Shows a sentence for some seconds, or until another one or `unnotice`. */
+function notice(text, stays = false) {
   const place = document.getElementById("notice");
   place.textContent = text;
   place.hidden = false;
   clearTimeout(notice.timer);
-  notice.timer = setTimeout(() => { place.hidden = true; }, 8000);
+  notice.stays = stays;
+  if (!stays) notice.timer = setTimeout(() => { place.hidden = true; }, 8000);
+}
+
+/** Hides a sentence that stays. */
+function unnotice() {
+  if (notice.stays) document.getElementById("notice").hidden = true;
+  notice.stays = false;
 }
 
 document.addEventListener("htmx:responseError", (event) => {
@@ -49,6 +56,7 @@ class Stream {
     for (const [name, listener] of this.listeners) source.addEventListener(name, listener);
     this.newer.clear();
     neighbours.postMessage({ opened: this.id });
+    unnotice();
     document.documentElement.dataset.stream = "open";
   }
 
@@ -66,7 +74,7 @@ class Stream {
     this.newer.add(opened);
     if (this.newer.size < MOST_STREAMS) return;
     this.pause();
-    notice("Many pages of this server are open: this one changes again when you click on it.");
+    notice("Many pages of this server are open: this one changes again when you click on it.", true);
   }
 
   close() {
