@@ -371,7 +371,8 @@ def test_a_tokenizer_without_a_tokenizer_json_is_called_itself() -> None:
     made = made(eos_token="<|end|>", extra_special_tokens=["<|turn|>"])
     turn, end = (made.convert_tokens_to_ids(token) for token in ("<|turn|>", "<|end|>"))
     ours = ChatTemplate(made, None, "{% for m in messages %}<|turn|>{{ m.content }}<|end|>{% endfor %}<|turn|>")
-    assert (ours.end_of_turn, ours.end_of_turn_ids, ours.stop_ids) == ("<|end|>", (end,), {end})
+    assert ours.end_of_turn == "<|end|>"
+    assert list(ours.end_of_turn_ids) == list(ours.stop_ids) == [end]
     talk = Conversation(ours, [user("a<|end|> <")])
     opening = [turn, *map(ord, "a<|end|> <"), end, turn]
     assert talk.prompt.ids.tolist() == opening
