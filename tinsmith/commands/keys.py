@@ -21,7 +21,7 @@ _NAME = re.compile(r"[\w.@-]{1,64}")
 _DAY_S = 86400.0
 _LONGEST_S = 36525 * _DAY_S
 _MOST = 1e18
-"""Of any limit: an integer of the database holds it."""
+"""The largest limit: an integer of the database holds it."""
 _UNITS = {"m": 60.0, "h": 3600.0, "d": _DAY_S, "w": 7 * _DAY_S}
 
 

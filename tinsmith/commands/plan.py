@@ -44,7 +44,7 @@ def _print_modes(plan: Plan, console: Console) -> None:
 
 
 def _chosen(modes: list[ModePlan]) -> Iterator[tuple[str, str, str]]:
-    """What is trained, the mode for it, and why."""
+    """Return what is trained, the mode for it, and why."""
     for trains in dict.fromkeys(each.trains for each in modes):
         fitting = next((each for each in modes if each.trains == trains and each.fits), None)
         if fitting is None:

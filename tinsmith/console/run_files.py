@@ -50,13 +50,14 @@ class KeptContents:
         found = file.stat()
         name, state = str(file), (found.st_ino, found.st_mtime_ns, found.st_size)
         with self._lock:
-            kept_state, value = self._values.get(name, (None, None))
-            if kept_state != state:
-                self._values.pop(name, None)  # a file that grows would stay in memory once for each of its lengths
-                value = parse(file)
-                self._values[name] = state, value
-            found_value: Value = value
-            return found_value
+            kept_state, kept = self._values.get(name, (None, None))
+            if kept_state == state:
+                value: Value = kept
+                return value
+            self._values.pop(name, None)  # a file that grows would stay in memory once for each of its lengths
+            value = parse(file)
+            self._values[name] = state, value
+            return value
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class _Lines:
-    """What is in a file, each line an object; a file of one object is one line."""
+    """Lines of a file, each an object; a file of one object is one line."""
 
     lines: list[Json]
     size: int

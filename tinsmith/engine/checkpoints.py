@@ -70,7 +70,7 @@ class CheckpointRows:
         make_room(self.store, tenant, limit)
 
     def retention(self, model_id: str) -> Retention:
-        """What the tenant of a model may store."""
+        """Return what the tenant of a model may store."""
         return retention_of(self.store, self.store.tenant_of(ids.session_of(model_id)))
 
     def announce(

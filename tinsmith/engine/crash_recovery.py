@@ -70,7 +70,7 @@ class CrashRecovery:
     is_stopping: bool = False
     """Whether the engine was told to stop: then its end says nothing about what it is at."""
     backoff: Backoff = field(default_factory=Backoff)
-    """Of replays that wait for the database."""
+    """The delay of replays that wait for the database."""
     _to_delete: list[tuple[str, str]] = field(default_factory=list)
     """Base model and id of lost models, of which kept copies are to be deleted."""
 

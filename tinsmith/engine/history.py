@@ -26,7 +26,7 @@ class Fresh:
 
     shape: LoraShape
     fingerprint: str = ""
-    """Of the base model's weights then; empty if it was not known."""
+    """The fingerprint of the base model's weights then; empty if it was not known."""
 
     directory = ""
 
