@@ -50,10 +50,10 @@ class KeptContents:
         found = file.stat()
         name, state = str(file), (found.st_ino, found.st_mtime_ns, found.st_size)
         with self._lock:
-            kept_state, kept = self._values.get(name, (None, None))
-            if kept_state == state:
-                value: Value = kept
-                return value
+            kept = self._values.get(name)
+            if kept is not None and kept[0] == state:
+                same: Value = kept[1]
+                return same
             self._values.pop(name, None)  # a file that grows would stay in memory once for each of its lengths
             value = parse(file)
             self._values[name] = state, value
