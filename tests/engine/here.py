@@ -99,7 +99,7 @@ class WorkerHere:
         self.end: str | None = None
         """Why it has ended, once it has."""
         self.status = Status([], [{"pid": 0, "device": "cpu", "state": "ready", "pass_tokens": 0}], [])
-        self.count, self.busy_s, self.wait_s = 1, 0.0, float("inf")
+        self.count, self.busy_s, self.wait_s, self.is_hopeless = 1, 0.0, float("inf"), False
         self.start()
         self.models: dict[str, ModelFacts] = {facts.name: facts for facts in self.worker.facts()}
 
