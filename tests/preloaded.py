@@ -59,6 +59,7 @@ PRELOADED = (
     "tinsmith.cli",
     "tinsmith.engine.__main__",
     "tinsmith.sampling.vllm.verify",
+    "tinsmith.server.http_side",
     "tinsmith.server.main",
     "tinsmith.server.until_stopped",
     "tinsmith.server.parser_process",

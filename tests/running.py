@@ -159,7 +159,8 @@ class Server:
     def _children_of(self, pid: int, module: str, count: int) -> list[int]:
         def look() -> list[int] | None:
             with suppress(psutil.Error):  # one has ended meanwhile
-                found = [child for child in psutil.Process(pid).children() if module in child.cmdline()]
+                children = sorted(psutil.Process(pid).children(), key=psutil.Process.create_time)  # one may stand by
+                found = [child for child in children if module in child.cmdline()]
                 return [process_behind(each.pid) for each in found] if len(found) >= count else None
             return None
 

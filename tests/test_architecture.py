@@ -250,7 +250,7 @@ def test_what_we_touch_of_transformers_is_listed_and_there(vision_base: BaseMode
 
 
 def test_the_http_side_and_the_engine_never_load_torch() -> None:
-    modules = ["cli", "server.main", "server.until_stopped", "engine.loop", "engine.__main__", "protocol.link"]
+    modules = ["cli", "server.main", "server.http_side", "engine.loop", "engine.__main__", "protocol.link"]
     modules = [*(f"tinsmith.{module}" for module in (*modules, "wire.sample", "store.store")), "tinsmith_rl.__main__"]
     code = f"""
 import importlib, sys

@@ -23,7 +23,7 @@ from tinsmith import __version__
 from tinsmith.cli import app
 from tinsmith.config import settings
 from tinsmith.errors import ConfigError
-from tinsmith.server.engine_process import ENGINE
+from tinsmith.server.engine_program import ENGINE
 
 
 def test_version() -> None:

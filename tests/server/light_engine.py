@@ -2,11 +2,12 @@
 
 It is ready at once, and says for each EndSession that the session has ended. For session `lost` it ends itself, with a
 reason; for `worker lost` it has lost its worker, and for `worker back` it has another. It is run as the engine is: with
-the link's address, the server's process id and its number as arguments, and the configuration on standard input.
+an `EngineStart` on standard input.
 """
 
 import sys
 
+from tinsmith.protocol.child_process import EngineStart
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.serving import Bye, Done, EndSession, Ready, Recovering, Shutdown
@@ -15,9 +16,12 @@ REASON = "cuda:0 computes nothing any more"
 
 
 def main() -> None:
-    link = ChildLink(sys.argv[1])
-    Heartbeat(sys.argv[1]).start()
-    sys.stdin.read()
+    told = sys.stdin.buffer.read()
+    if not told:
+        return
+    address = EngineStart.from_bytes(told).address
+    link = ChildLink(address)
+    Heartbeat(address).start()
     link.send(Ready([]))
     while True:
         for message in link.receive(1.0):

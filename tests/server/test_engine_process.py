@@ -8,6 +8,7 @@ Also: `tests/engine/test_loop.py`.
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from tests.server.light_engine import REASON
 from tests.server.serving import FACTS, LIGHT_ENGINE, Served, running, served
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError, StoreUnavailableError
+from tinsmith.protocol.child_process import is_stopped
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Done, EndSession
 from tinsmith.server.engine_process import EngineProcess
+from tinsmith.server.engine_program import ENGINE
 
 LONG_S = 120.0
 """How long anything here may take on a busy machine."""
@@ -140,9 +143,11 @@ async def test_an_engine_that_is_of_no_use_is_replaced(
 
 ENDED = "the engine process ended unexpectedly (signal 9)"
 SOME_END = """
-import os, runpy, signal, sys
-if int(sys.argv[3]) <= {ends}:
+import io, json, os, runpy, signal, sys
+told = sys.stdin.buffer.read()
+if told and json.loads(told)["number"] <= {ends}:
     {how}
+sys.stdin = io.TextIOWrapper(io.BytesIO(told))
 runpy.run_path({engine!r}, run_name="__main__")
 """
 
@@ -167,6 +172,43 @@ async def test_a_server_ends_if_its_first_engines_do(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="before it could take work; its output above says why"):
         await watched.engine.run()
     assert len(watched.absences) == starts
+
+
+@pytest.mark.parametrize("fate", ["", "it has ended", "it is stopped"])
+async def test_the_next_engine_stands_by(monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
+    """It takes the place of one that has ended, unless something has happened to itself."""
+    monkeypatch.setattr("tinsmith.server.engine_process.STAND_BY_S", 0.0)
+    watched = Watched()
+    engine = watched.engine
+    async with running(engine):
+        await until(lambda: engine.is_ready and engine.spare is not None)
+        assert engine.spare is not None
+        first, spare = pid_of(engine), engine.spare
+        if fate:
+            os.kill(spare.pid, signal.SIGKILL if fate == "it has ended" else signal.SIGSTOP)
+            await until(lambda: spare.exit_code is not None or is_stopped(spare.pid))
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(watched.absences) == 2 and engine.is_ready)
+        assert (pid_of(engine) == spare.pid) == (not fate)
+        await until(lambda: engine.spare not in (None, spare))
+        assert engine.spare is not None
+        last = engine.spare
+    assert (spare.exit_code is not None, last.exit_code) == (True, -signal.SIGKILL)
+
+
+async def test_an_engine_stands_by_only_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.server.engine_process.STAND_BY_S", 0.0)
+    watched = Watched()
+    watched.engine._config.server.stand_by = False
+    async with running(watched.engine):
+        await until(lambda: watched.engine.is_ready)
+        await asyncio.sleep(0.1)
+        assert watched.engine.spare is None
+
+
+def test_an_engine_that_is_told_nothing_ends_with_its_server() -> None:
+    done = subprocess.run([*ENGINE, "1"], stdin=subprocess.DEVNULL, capture_output=True, timeout=LONG_S, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 async def test_a_message_that_cannot_be_handled_is_logged_and_the_next_is_read(

@@ -1,19 +1,21 @@
 """What the server tells of the reports of its engine: to Prometheus, and in its status."""
 
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.serving import Served, refused, served
+from tests.server.serving import LIGHT_ENGINE, Served, refused, served
 from tinsmith.config import Config, ServerConfig
 from tinsmith.errors import ConfigError
 from tinsmith.observing.metrics import Number
 from tinsmith.protocol.serving import Status
 from tinsmith.server.activity import Activity
 from tinsmith.server.app import create_app, http_config
+from tinsmith.server.engine_program import EngineProgram
 from tinsmith.server.main import run_server
 from tinsmith.server.routes.metrics import metrics_app
 
@@ -64,8 +66,10 @@ def test_an_address_for_metrics_that_is_in_use_is_refused_by_its_own_name(tmp_pa
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = ServerConfig(port=0, metrics_address=f"127.0.0.1:{port}")
-        with pytest.raises(ConfigError, match=f"port={port}: .* with --metrics-address 127.0.0.1:{port + 1}$"):
-            run_server(Config(base_models=["tiny=/nowhere"], data_dir=str(tmp_path), server=server))
+        config = Config(base_models=["tiny=/nowhere"], data_dir=str(tmp_path), server=server)
+        refusal = f"port={port}: .* with --metrics-address 127.0.0.1:{port + 1}$"
+        with closing(EngineProgram(LIGHT_ENGINE)) as engine, pytest.raises(ConfigError, match=refusal):
+            run_server(config, engine)
 
 
 async def test_a_loaded_model_is_told_of_and_one_that_is_gone_is_not(server: Served) -> None:

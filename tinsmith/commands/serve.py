@@ -3,20 +3,23 @@
 import importlib.util
 import os
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from tinsmith.config import Config, base_model_sources, load, settings
 from tinsmith.config_values import installer
 from tinsmith.errors import ConfigError
+from tinsmith.server.engine_program import EngineProgram
 
 
 def serve(config: Config) -> None:
     """Serve until Ctrl-C. Raises ConfigError before anything slow is imported."""
     _require_servable(config)
-    from tinsmith.server.main import run_server
+    with closing(EngineProgram()) as engine:  # it imports what it needs beside us
+        from tinsmith.server.main import run_server
 
-    run_server(config)
+        run_server(config, engine)
 
 
 def warm(config: Config) -> float:
@@ -29,9 +32,10 @@ def warm(config: Config) -> float:
             "warm is not possible with sampler=vllm, whose servers compile at their own first start; use --sampler none"
         )
     _require_servable(config)
-    from tinsmith.server.main import warm_up
+    with closing(EngineProgram()) as engine:
+        from tinsmith.server.main import warm_up
 
-    return warm_up(config)
+        return warm_up(config, engine)
 
 
 def _require_servable(config: Config) -> None:

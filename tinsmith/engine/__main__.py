@@ -1,6 +1,6 @@
-"""`python -m tinsmith.engine SOCKET SERVER_PID NUMBER`: the engine process of this number (`store/lease.py`).
+"""`python -m tinsmith.engine SERVER_PID`: the engine process of this server.
 
-Started by the server, with the configuration as JSON on standard input.
+It imports its libraries, and waits until standard input tells it how to start (`EngineStart`).
 """
 
 import logging
@@ -9,14 +9,12 @@ import signal
 import sys
 from dataclasses import replace
 
-import orjson
-
-from tinsmith.config import Config, from_tree
+from tinsmith.config import Config
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.logs import start_logging
-from tinsmith.protocol.child_process import end_with_parent, leave_signals_to_server
+from tinsmith.protocol.child_process import EngineStart, end_with_parent, leave_signals_to_server
 from tinsmith.protocol.devices import worker_count
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -30,20 +28,25 @@ def main() -> int:
     leave_signals_to_server()
     end_with_parent()
     start_logging("engine")
-    link = ChildLink(sys.argv[1])
-    heartbeat = Heartbeat(sys.argv[1], int(sys.argv[2]))
+    server_pid = int(sys.argv[1])
+    told = sys.stdin.buffer.read()
+    if not told:  # the server has ended
+        return 0
+    start = EngineStart.from_bytes(told)
+    config = start.config
+    link = ChildLink(start.address)
+    heartbeat = Heartbeat(start.address, server_pid)
     heartbeat.start()
     try:
-        config = from_tree(orjson.loads(sys.stdin.buffer.read()))
         start_logging("engine", config.log_level, config.log_format)
         workers = workers_of(config, link)
         signal.signal(signal.SIGCHLD, lambda *_: link.wake())  # the end of a worker is looked at when it comes
         workers.start_if_due()  # before the rest: it takes seconds to import their libraries
         workers.records.open()
         engine = Engine(config, link, heartbeat, workers)
-        engine.store.write_for(int(sys.argv[3]))
-        Reports(sys.argv[1], engine.status.take).start()
-        engine.run(int(sys.argv[2]))
+        engine.store.write_for(start.number)
+        Reports(start.address, engine.status.take).start()
+        engine.run(server_pid)
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ that it is known which.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ from tinsmith.protocol.work import (
     PassDone,
     Prepared,
     PrepareFailed,
+    RunPass,
     error_of,
 )
 from tinsmith.store.histories import MOST_ENDS
@@ -46,6 +48,9 @@ class Comeback:
     steps: Replaying
     number: int = 0
     """The number under which the workers were asked last."""
+    began: float = field(default_factory=time.monotonic)
+    passes: int = 0
+    """Passes that were computed again."""
 
 
 @dataclass(eq=False)
@@ -199,7 +204,11 @@ class CrashRecovery:
             del self.waiting[model_id]
             self.outcomes.record([HistoryChange(model_id, comebacks=0)])
             MODELS_RECOVERED.inc()
-            log.info("model %s is back, as it was", model_id, extra={"model": model_id})
+            log.info(
+                "model %s is back, as it was, after %.1f s: passes computed again: %d",
+                *(model_id, time.monotonic() - comeback.began, comeback.passes),
+                extra={"model": model_id},
+            )
         except StoreUnavailableError as error:
             self.under_way = None
             self.backoff.failed()
@@ -210,6 +219,7 @@ class CrashRecovery:
             self._lose(model_id, f"{self.reason}, and the model could not be brought back: {error}")
         else:
             comeback.number = message.number
+            comeback.passes += isinstance(message, RunPass)
             self.send(message)
 
     def take_lost(self) -> dict[str, str]:

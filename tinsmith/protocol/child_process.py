@@ -66,6 +66,26 @@ class Start:
         return cls(start["address"], keys, Place(**start["place"]), from_tree(start["config"]), start["again"])
 
 
+@dataclass(frozen=True)
+class EngineStart:
+    """What an engine is told."""
+
+    address: str
+    """Address of the server's end of its link."""
+    number: int
+    """Its number among the engines of its data directory (`store/lease.py`)."""
+    config: Config
+
+    def to_bytes(self) -> bytes:
+        return orjson.dumps(asdict(self) | {"config": to_tree(self.config)})
+
+    @classmethod
+    def from_bytes(cls, told: bytes) -> "EngineStart":
+        """Undo `to_bytes`."""
+        start = orjson.loads(told)
+        return cls(start["address"], start["number"], from_tree(start["config"]))
+
+
 def is_stopped(pid: int | None) -> bool:
     """Whether a process of this host is stopped, by SIGSTOP for example."""
     with suppress(psutil.Error):

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -13,16 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import orjson
 import zmq
 
-from tinsmith.config import Config, to_tree
+from tinsmith.config import Config
 from tinsmith.errors import ConfigError, EngineUnavailableError, StoreUnavailableError, reported
 from tinsmith.observing.metrics import ENGINE_RESTARTS
-from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, is_hopeless, next_delay_s
+from tinsmith.protocol.child_process import (
+    LAST_WORDS_S,
+    WATCH_S,
+    EngineStart,
+    exit_text,
+    is_hopeless,
+    is_stopped,
+    next_delay_s,
+)
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Alive, Bye, Ready, Recovering, Saving, Shutdown, Starting
+from tinsmith.server.engine_program import ENGINE, EngineProgram
 from tinsmith.server.waiters import set_within
 
 log = logging.getLogger(__name__)
@@ -103,12 +109,8 @@ def _read(file: Path) -> dict[str, float]:
 _DATABASE_RETRY_S = 1.0
 """Time between two attempts to write down that an engine has ended."""
 
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-"""Waiting threads of a pass sleep: where other processes need the cores, spinning makes it ten times slower."""
-
-
-ENGINE = (sys.executable, "-P", "-m", "tinsmith.engine")
-"""The program that an engine is."""
+STAND_BY_S = 5.0
+"""Seconds for which an engine has been ready when the next one's program is started: its imports take a core."""
 
 
 class EngineProcess:
@@ -126,7 +128,6 @@ class EngineProcess:
 
         `on_message` gets every message. `on_ready` is awaited when an engine can take work, `on_absent` before each
         start and after each death, with what happened, and returns the number of the next engine (`store/lease.py`).
-        `program` is started with the link's address, our process id and that number as arguments.
         """
         self._config = config
         self._on_message = on_message
@@ -134,7 +135,11 @@ class EngineProcess:
         self._on_absent = on_absent
         self._program = program
         self._link: ServerLink | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: EngineProgram | None = None
+        self.spare: EngineProgram | None = None
+        """The next engine, if it stands by."""
+        self.begun = asyncio.Event()
+        """Set when the first engine has been told how to start."""
         self._number = 0
         """The number of the engine that runs, or is started next."""
         self._stop = asyncio.Event()
@@ -170,6 +175,13 @@ class EngineProcess:
 
     async def run(self) -> None:
         """Start the engine and restart it until `stop`. Raises ConfigError if none of the first is ever ready."""
+        try:
+            await self._keep_running()
+        finally:
+            if self.spare is not None:
+                self.spare.close()
+
+    async def _keep_running(self) -> None:
         happened = "the server was restarted"
         delay_s = 0.0
         ever_ready = False
@@ -208,11 +220,7 @@ class EngineProcess:
 
     async def _run_once(self) -> tuple[int, bool]:
         """Run one engine process: its exit code, and whether it was ever ready."""
-        link = ServerLink()
-        command = [*self._program, link.address, str(os.getpid()), str(self._number)]
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, env={**_ENVIRONMENT, **os.environ}
-        )
+        link, process = ServerLink(), self._next_program()
         self._link, self._process = link, process
         self._bye, self._fault, self._was_ready = asyncio.Event(), "", False
         self._progress.begin()
@@ -224,9 +232,8 @@ class EngineProcess:
         try:
             if self._stop.is_set():
                 process.kill()
-            assert process.stdin is not None
-            process.stdin.write(orjson.dumps(to_tree(self._config)))
-            process.stdin.close()
+            process.begin(EngineStart(link.address, self._number, self._config).to_bytes())
+            self.begun.set()
             return await self._ended(process, watchers), self._was_ready
         finally:
             self._link = self._process = None
@@ -235,12 +242,27 @@ class EngineProcess:
             await asyncio.wait(watchers)
             link.close()
 
-    async def _ended(self, process: asyncio.subprocess.Process, watchers: list[asyncio.Task[None]]) -> int:
+    def _next_program(self) -> EngineProgram:
+        """Return the program that stands by, unless it has ended or is stopped, or another."""
+        spare, self.spare = self.spare, None
+        if spare is not None:
+            if spare.exit_code is None and not is_stopped(spare.pid):
+                return spare
+            spare.close()
+        return EngineProgram(self._program)
+
+    def _stand_by(self) -> None:
+        """Start the next engine's program, which imports its libraries and waits."""
+        if self._was_ready and self.spare is None and not self._stop.is_set():
+            with reported(OSError, partial(log.warning, "the next engine cannot stand by: %s")):
+                self.spare = EngineProgram(self._program)
+
+    async def _ended(self, process: EngineProgram, watchers: list[asyncio.Task[None]]) -> int:
         """Wait for the end of the process; returns its exit code.
 
         If one that watches it fails, nobody would see: the process is killed.
         """
-        exited = asyncio.create_task(process.wait())
+        exited = asyncio.create_task(process.ended())
         await asyncio.wait([exited, *watchers], return_when=asyncio.FIRST_COMPLETED)
         for failed in (watcher for watcher in watchers if watcher.done()):
             log.error(
@@ -284,6 +306,8 @@ class EngineProcess:
             log.info("the engine is ready: %s", ", ".join(model["name"] for model in message.models))
             await self._on_ready()
             self.ready.set()
+            if self._config.server.stand_by:
+                asyncio.get_running_loop().call_later(STAND_BY_S, self._stand_by)
 
     async def _listen(self, link: ServerLink) -> None:
         while True:
@@ -304,7 +328,7 @@ class EngineProcess:
         with reported(Exception, partial(log.error, "a report of the engine could not be read: %r")):
             self._on_message(report)
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, process: EngineProgram) -> None:
         """Notice that the process is silent, and in the end kill it.
 
         Silence is counted in rounds, not by the clock: a server that could not run itself, because it was stopped or
@@ -347,13 +371,13 @@ class EngineProcess:
             return
         if not self.takes_messages:  # it loads base models, or has ended
             self.kill()
-            await process.wait()
+            await process.ended()
             return
         limit_s = self._config.server.shutdown_s
         with contextlib.suppress(EngineUnavailableError, TimeoutError):
             await link.send(Shutdown())
             async with asyncio.timeout(limit_s) as self._patience:
-                await process.wait()
+                await process.ended()
                 return
         log.error(
             (
@@ -363,9 +387,9 @@ class EngineProcess:
             limit_s,
         )
         self.kill()
-        await process.wait()
+        await process.ended()
 
     def kill(self) -> None:
         """End the engine at once. The next one brings its models back."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()

@@ -17,6 +17,7 @@ from pathlib import Path
 from tinsmith.config import Config, ServerConfig
 from tinsmith.errors import ConfigError, translated
 from tinsmith.logs import start_logging
+from tinsmith.server.engine_program import EngineProgram
 from tinsmith.store.database import use_database
 from tinsmith.store.disk import only_user
 from tinsmith.store.keys import list_keys
@@ -27,25 +28,25 @@ _OPEN_FILES = 65536
 """Limit on open files to ask for: connections of three clients reach the usual 1024."""
 
 
-def run_server(config: Config) -> None:
+def run_server(config: Config, engine: EngineProgram) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP. A second signal ends the server at once, with SystemExit.
 
     Raises ConfigError: no base model, an unusable address, data_dir or database, or an engine that was never ready.
     """
-    _run(config, until_ready=False)
+    _run(config, engine, until_ready=False)
 
 
-def warm_up(config: Config) -> float:
+def warm_up(config: Config, engine: EngineProgram) -> float:
     """Run a server until its engine is ready, for what the next start finds then; returns the seconds it took.
 
     Raises as `run_server`.
     """
     began = time.monotonic()
-    _run(config, until_ready=True)
+    _run(config, engine, until_ready=True)
     return time.monotonic() - began
 
 
-def _run(config: Config, until_ready: bool) -> None:
+def _run(config: Config, engine: EngineProgram, until_ready: bool) -> None:
     start_logging("server", config.log_level, config.log_format)
     if not config.base_models:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
@@ -69,7 +70,7 @@ def _run(config: Config, until_ready: bool) -> None:
         _require_keys_or_loopback(config, listener, store)
         from tinsmith.server.until_stopped import run_until_stopped
 
-        signals = run_until_stopped(config, listener, for_metrics, store, data_dir, until_ready)
+        signals = run_until_stopped(config, engine, listener, for_metrics, store, data_dir, until_ready)
     if len(signals) > 1 or (signals and until_ready):
         raise SystemExit(128 + signals[-1])
 

@@ -1,4 +1,4 @@
-"""Runs a server until it is stopped: HTTP, the engine process and the process that parses large requests."""
+"""Runs a server until it is stopped: the engine process, and what answers HTTP (`http_side.py`)."""
 
 import asyncio
 import logging
@@ -6,38 +6,42 @@ import signal
 import socket
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from tinsmith.config import Config, ServerConfig
 from tinsmith.errors import StoreUnavailableError, reported
-from tinsmith.server.app import HttpServer, collect_seldom, create_app, http_config
-from tinsmith.server.console import warm
-from tinsmith.server.front import Front, front_beside
-from tinsmith.server.http_servers import HttpServers
+from tinsmith.server.engine_program import EngineProgram
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
-from tinsmith.server.routes.console import FIRST_PAGES
-from tinsmith.server.routes.metrics import metrics_app
 from tinsmith.store.store import Store
 
+if TYPE_CHECKING:
+    from tinsmith.server.http_side import HttpSide
+
 log = logging.getLogger(__name__)
+
+_FIRST_S = 1.0
+"""Seconds for which all else waits for the engine to be told how to start. The database may be away."""
 
 
 def run_until_stopped(
     config: Config,
+    engine: EngineProgram,
     listener: socket.socket,
     for_metrics: socket.socket | None,
     store: Store,
     data_dir: Path,
     until_ready: bool,
 ) -> list[int]:
-    """Serve until a signal, or until the engine is ready; returns the signals that came."""
-    return uvloop.run(_serve(config, listener, for_metrics, store, data_dir, until_ready))
+    """Serve with `engine` until a signal, or until it is ready; returns the signals that came."""
+    return uvloop.run(_serve(config, engine, listener, for_metrics, store, data_dir, until_ready))
 
 
 async def _serve(
     config: Config,
+    engine: EngineProgram,
     listener: socket.socket,
     for_metrics: socket.socket | None,
     store: Store,
@@ -45,10 +49,8 @@ async def _serve(
     until_ready: bool,
 ) -> list[int]:
     hub = Hub(config, store, data_dir)
-    front = front_beside(hub, data_dir)
-    collect_seldom()
-    http = _http_of(hub, front)
-    beside = HttpServer(http_config(metrics_app(front), config.server))
+    hub.engine.spare = engine
+    http: HttpSide | None = None
     stop = asyncio.Event()
     signals: list[int] = []
 
@@ -59,7 +61,8 @@ async def _serve(
         holds = hub.engine.takes_messages
         if stop.is_set():
             log.warning("the server ends at once%s", ": the next one brings its models back" if holds else "")
-            http.end(at_once=True)
+            if http is not None:
+                http.end(at_once=True)
             hub.engine.kill()
         elif holds:
             log.info(
@@ -76,48 +79,34 @@ async def _serve(
     if for_metrics is not None:
         log.info("metrics at %s/metrics", _url(for_metrics, config.server))
     engine_task = asyncio.create_task(hub.engine.run())
-    http_task = asyncio.create_task(http.serve([listener]))
-    beside_task = None if for_metrics is None else asyncio.create_task(beside.serve([for_metrics]))
-    warm_task = asyncio.create_task(_warm_when_ready(hub, front))
+    begun_task = asyncio.create_task(hub.engine.begun.wait())
+    await asyncio.wait([engine_task, begun_task], timeout=_FIRST_S, return_when=asyncio.FIRST_COMPLETED)
+    from tinsmith.server import http_side  # which takes a second: the engine starts meanwhile
+
+    http = http_side.HttpSide(hub, data_dir)
+    http_task = asyncio.create_task(http.serve(listener, for_metrics))
+    warm_task = asyncio.create_task(http.warm_when_ready())
     stop_task = asyncio.create_task(stop.wait())
     lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
     ready_task = [asyncio.create_task(hub.engine.ready.wait())] if until_ready else []
     await asyncio.wait([engine_task, http_task, stop_task, *ready_task], return_when=asyncio.FIRST_COMPLETED)
     http.end()
-    beside.end()
     hub.waiters.close()
     hub.samples.end_streams()
-    front.live.close()
     await hub.engine.stop()
     await http_task
-    if beside_task is not None:
-        await beside_task
-    for waiting in (stop_task, warm_task, *ready_task):
+    for waiting in (begun_task, stop_task, warm_task, *ready_task):
         waiting.cancel()
     lifetimes_task.cancel()
     try:
         await engine_task
     finally:
-        front.bodies.parser.close()
+        http.close()
         hub.close()
         with reported(StoreUnavailableError, partial(log.error, "what the last samples have used is not metered: %s")):
             await hub.budgets.flush()
         hub.store.close()
     return signals
-
-
-async def _warm_when_ready(hub: Hub, front: Front) -> None:
-    await hub.engine.ready.wait()
-    if hub.config.server.http_servers == 1:
-        await warm(front, FIRST_PAGES)
-
-
-def _http_of(hub: Hub, front: Front) -> HttpServer | HttpServers:
-    """Make the servers that answer HTTP: this process, with `front`, or several others."""
-    if hub.config.server.http_servers > 1:
-        return HttpServers(hub)
-    front.bodies.parser.start()
-    return HttpServer(http_config(create_app(front), hub.config.server))
 
 
 def _announce(config: Config, listener: socket.socket) -> None:
