@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.serving import FACTS, Served, served
 from tinsmith.config import Config, VLLMConfig
-from tinsmith.server.replies import private_places, without_paths
+from tinsmith.server.wording import private_places, without_paths
 from tinsmith.store.records import Outcome
 
 

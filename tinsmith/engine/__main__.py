@@ -1,16 +1,18 @@
 """`python -m tinsmith.engine SERVER_PID`: the engine process of this server.
 
-It imports its libraries, and waits until standard input tells it how to start (`EngineStart`).
+It imports its libraries in a thread, and waits until standard input tells it how to start (`EngineStart`): then workers
+are started at once, which load models while the rest is imported.
 """
 
 import logging
 import os
 import signal
 import sys
+import threading
 from dataclasses import replace
+from importlib import import_module
 
 from tinsmith.config import Config
-from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.logs import start_logging
@@ -29,6 +31,8 @@ def main() -> int:
     end_with_parent()
     start_logging("engine")
     server_pid = int(sys.argv[1])
+    imports = threading.Thread(target=import_module, args=("tinsmith.engine.loop",), name="imports")
+    imports.start()
     told = sys.stdin.buffer.read()
     if not told:  # the server has ended
         return 0
@@ -41,7 +45,10 @@ def main() -> int:
         start_logging("engine", config.log_level, config.log_format)
         workers = workers_of(config, link)
         signal.signal(signal.SIGCHLD, lambda *_: link.wake())  # the end of a worker is looked at when it comes
-        workers.start_if_due()  # before the rest: it takes seconds to import their libraries
+        workers.start_if_due()
+        imports.join()
+        from tinsmith.engine.loop import Engine
+
         workers.records.open()
         engine = Engine(config, link, heartbeat, workers)
         engine.store.write_for(start.number)

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
 
 from tinsmith.config import Config
 from tinsmith.engine.launching import WORKER, Launcher
-from tinsmith.engine.records import GroupAnswers, Records
 from tinsmith.engine.shares import SharedWork
 from tinsmith.engine.worker_process import WorkerProcess, hanging
 from tinsmith.observing.spans import Span
@@ -27,6 +28,9 @@ from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.place import Place, meeting_at
 from tinsmith.protocol.serving import IMPORTS, Starting, Status
 from tinsmith.protocol.work import DropFiles, WorkerReady
+
+if TYPE_CHECKING:
+    from tinsmith.engine.records import GroupAnswers, Records
 
 STAND_BY_S = 5.0
 """Seconds until a fork server starts: its imports would take time from those that load and check small models."""
@@ -53,7 +57,8 @@ class WorkerGroup:
         self.config = config
         self.launcher = launcher or Launcher(Path(config.data_dir) if config.server.stand_by else None)
         configs = [_config_of(config, rank, count, self.launcher.gpus_by_number) for rank in range(count)]
-        self.records = Records(config)
+        self._records: Records | None = None
+        self._lock = Lock()
         self.workers = [WorkerProcess(each, engine, program, self.launcher) for each in configs]
         self.count = count
         self.models: dict[str, ModelFacts] = {}
@@ -116,6 +121,15 @@ class WorkerGroup:
     def _runs(self) -> bool:
         return any(worker.process is not None for worker in self.workers)
 
+    @property
+    def records(self) -> "Records":
+        """The databases; any thread may ask. To import SQLAlchemy takes a second: workers are started before."""
+        from tinsmith.engine.records import Records
+
+        with self._lock:
+            self._records = self._records or Records(self.config)
+            return self._records
+
     # ---- Processes
 
     def start_if_due(self) -> None:
@@ -133,7 +147,7 @@ class WorkerGroup:
             directory = OwnDirectory("tinsmith-meeting-", Path(tempfile.gettempdir()))
             self._meeting.callback(directory.close)
             meeting = f"file://{directory.path}/store"
-        answers = GroupAnswers(self.records)
+        answers = _Answers(self)
         for rank, worker in enumerate(self.workers):
             worker.answers = answers.answer
             worker.place = Place(rank, self.count, meeting_at(hosts[rank]) if hosts else meeting)
@@ -193,7 +207,8 @@ class WorkerGroup:
             worker.stop(max(0.0, deadline - time.monotonic()))
         self._meeting.close()
         self.launcher.close()
-        self.records.close()
+        if self._records is not None:
+            self._records.close()
 
     def _stand_by_soon(self) -> None:
         """Let a fork server stand by, so that it is there when a large model is loaded; it may be there already."""
@@ -234,6 +249,23 @@ class WorkerGroup:
         facts = [worker.models for worker in self.workers]
         self.models = {name: _common([of_worker[name] for of_worker in facts]) for name in facts[0]}
         return [WorkerReady([each.to_dict() for each in self.models.values()], self.workers[0].device)]
+
+
+class _Answers:
+    """Answers the questions of one group of workers, in threads, from the first question on."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._answers: GroupAnswers | None = None
+        self._lock = Lock()
+
+    def answer(self, question: Message) -> Message:
+        """Answer a worker's question."""
+        from tinsmith.engine.records import GroupAnswers
+
+        with self._lock:
+            self._answers = self._answers or GroupAnswers(self._group.records)
+        return self._answers.answer(question)
 
 
 def _config_of(config: Config, rank: int, count: int, gpus_by_number: bool) -> Config:

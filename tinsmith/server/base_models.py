@@ -5,10 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tinsmith.config import Config
 from tinsmith.errors import EngineUnavailableError, NotFoundError, UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
-from tinsmith.server.replies import private_places, without_paths
 from tinsmith.store.records import Checkpoint
 
 
@@ -80,15 +78,3 @@ def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
             f"saved for {checkpoint.base_model!r}, of architecture {checkpoint.architecture}; "
             "name one of the same architecture"
         )
-
-
-class Wording:
-    """The wording of errors for clients."""
-
-    def __init__(self, config: Config, data_dir: Path, base_models: BaseModels) -> None:
-        self._places = private_places(config, data_dir)
-        self._base_models = base_models
-
-    def __call__(self, reason: str, category: str | None = None) -> str:
-        """The text without the server's directories, unless it is the client's own ("user")."""
-        return reason if category == "user" else without_paths(reason, self._places | self._base_models.directories())

@@ -12,14 +12,16 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinsmith.errors import BackpressureError, StoreUnavailableError, UserError, reported
 from tinsmith.server.async_store import AsyncStore
-from tinsmith.server.tenants import Caller
 from tinsmith.store import ids
 from tinsmith.store.records import ApiKey, Unfinished, Used
 from tinsmith.store.usage import DAY_S, Owned, add_usage, used_between
+
+if TYPE_CHECKING:
+    from tinsmith.server.tenants import Caller
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Budgets:
         self._turn = asyncio.Lock()
 
     async def reserve(
-        self, request_id: str, caller: Caller, owner: Owned, tokens: int, sequences: int = 0, binds: bool = True
+        self, request_id: str, caller: "Caller", owner: Owned, tokens: int, sequences: int = 0, binds: bool = True
     ) -> bool:
         """Reserve what a request may use, unless it has that already; False then.
 

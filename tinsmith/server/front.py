@@ -21,12 +21,13 @@ from tinsmith.errors import NotFoundError, UserError
 from tinsmith.server import calls
 from tinsmith.server.applications import Applications
 from tinsmith.server.async_store import Stored
-from tinsmith.server.base_models import BaseModels, Wording
+from tinsmith.server.base_models import BaseModels
 from tinsmith.server.body import LargeBodies
 from tinsmith.server.hub import Hub
 from tinsmith.server.live import LivePages
 from tinsmith.server.signatures import UrlSigner
 from tinsmith.server.tenants import Tenants
+from tinsmith.server.wording import Wording
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.operations import read_metrics
 from tinsmith.store.records import Model, Session

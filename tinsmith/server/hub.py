@@ -24,7 +24,7 @@ from tinsmith.protocol.serving import (
 )
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
-from tinsmith.server.base_models import BaseModels, Wording
+from tinsmith.server.base_models import BaseModels
 from tinsmith.server.budgets import Budgets
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.kept_samples import KeptSamples
@@ -35,6 +35,7 @@ from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook, SamplingSessions
 from tinsmith.server.trace import Exporter, Trace
 from tinsmith.server.waiters import Waiters
+from tinsmith.server.wording import Wording
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles, delete_copies_left
 from tinsmith.store.lease import take_lease

@@ -7,13 +7,8 @@ error of the request is told as it is.
 
 import logging
 import math
-import os
 import re
-import sys
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -22,7 +17,6 @@ from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.responses import RedirectResponse
 
-from tinsmith.config import Config
 from tinsmith.console.pages import POLICY, Viewer, render
 from tinsmith.errors import (
     BackpressureError,
@@ -44,9 +38,6 @@ The SDK obeys up to 60; its samples pause 1 or 5 s after 429, whatever this says
 """
 
 PROTOBUF = "application/x-protobuf"
-
-_PLACES = ("_HOME", "_CACHE", "_DIR")
-"""Suffixes of environment variables that hold a directory."""
 
 
 class GoneError(UserError):
@@ -101,34 +92,6 @@ def add_error_replies(app: FastAPI) -> None:
     app.add_exception_handler(TinsmithError, _reply_to_known)
     app.add_exception_handler(ClientDisconnect, _reply_to_disconnect)
     app.add_exception_handler(Exception, _reply_to_unknown)
-
-
-def private_places(config: Config, data_dir: Path) -> dict[str, str]:
-    """Directories that clients are not told of, each with what they read instead."""
-    named = [(sys.prefix, "PYTHON"), (sys.base_prefix, "PYTHON"), (str(Path(__file__).parents[2]), "TINSMITH")]
-    with suppress(OSError):  # it may be deleted
-        named.append((str(Path.cwd()), "."))
-    with suppress(RuntimeError):  # a container may run as a user without a home
-        named.append((str(Path.home()), "~"))
-    named.append((tempfile.gettempdir(), "TMPDIR"))
-    # HF_HOME, XDG_CACHE_HOME, TRITON_CACHE_DIR, ...
-    named += [(os.environ[name], name) for name in os.environ if name.endswith(_PLACES)]
-    named += [
-        (config.vllm.vllm_dir, "VLLM_DIR"),
-        (config.checkpoint_root, "CHECKPOINT_ROOT"),
-        (str(data_dir), "DATA_DIR"),
-    ]
-    paths = [(Path(place).expanduser(), word) for place, word in named if place and "://" not in place]
-    return {str(each): word for path, word in paths for each in (path.absolute(), path.resolve())}
-
-
-def without_paths(text: str, places: Mapping[str, str]) -> str:
-    """`text` with the words of `places` in the place of these directories."""
-    longest_first = sorted((place for place in places if place.strip("/")), key=len, reverse=True)
-    # After file:// too, and at the end of a sentence
-    begins, ends = r"(?:(?<![\w/.-])|(?<=://)|(?<=:///))", r"(?![\w-]|\.+[\w-])"
-    pattern = rf"{begins}(?:{'|'.join(map(re.escape, longest_first))}){ends}"
-    return re.sub(pattern, lambda found: places[found[0]], text) if longest_first else text
 
 
 async def _reply_to_known(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -239,7 +240,7 @@ def _surroundings(base: BaseModel, files: str, samples: bool, on_host: bool) -> 
     facts = {
         "files": files,
         "code": digest_of_sources(),
-        "versions": {package: _version(package) for package in PACKAGES} | {"cuda": torch.version.cuda},
+        "versions": versions() | {"cuda": torch.version.cuda},
         "device": f"{base.device.type} {device}",
         "dtype": str(base.dtype),
         "experts": base.expert_format.name if base.expert_format else None,
@@ -249,6 +250,12 @@ def _surroundings(base: BaseModel, files: str, samples: bool, on_host: bool) -> 
         "environment": {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
     }
     return json.dumps(facts, indent=1, sort_keys=True)
+
+
+@cache
+def versions() -> dict[str, str | None]:
+    """The versions of the packages that compute, as they were when this was first asked."""
+    return {package: _version(package) for package in PACKAGES}
 
 
 def _version(package: str) -> str | None:

@@ -178,6 +178,10 @@ def main() -> int:
     start_logging("worker")
     libraries = digest_of_libraries(os.environ)  # before they are imported: they may change meanwhile
     import_libraries()
+    from tinsmith.kernels.compiled import digest_of_sources
+    from tinsmith.worker.bases import versions
+
+    digest_of_sources(), versions()  # which its workers need, and take half a second
     server = ForkServer(listen(Path(sys.argv[1])), socket.socket(fileno=0), libraries)
     request = server.run()
     if request is None:
