@@ -365,6 +365,23 @@ def test_copies_come_when_a_replay_of_all_models_would_take_as_long_as_it_may(ma
     assert copies(here) == [6, 8]
 
 
+def test_a_long_replay_is_not_made_twice(make: Callable[..., Here]) -> None:
+    here = make(replay_s=1000.0)
+    step(here, 1)
+    die(here)
+    here.settle()
+    history = here.engine.scheduler.models.loaded["s:train:a"].history
+    assert 0 < history.replayed_s < 100
+    step(here, 3)
+    assert copies(here) == []
+    history.replayed_s = 101.0
+    history.wanted_s = history.seconds + 50.0
+    step(here, 5)
+    assert (copies(here), history.replayed_s) == ([6], 0.0)
+    step(here, 7)
+    assert copies(here) == [6]
+
+
 def test_requests_stay_until_two_newer_copies_make_them_needless(make: Callable[..., Here]) -> None:
     here = make(replay_s=1000.0)
     for seq in (1, 3):

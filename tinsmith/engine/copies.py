@@ -27,6 +27,9 @@ MOST_OPEN = 100_000
 TRIED_AGAIN_S = 60.0
 """Seconds of work after which a copy that failed is tried again."""
 
+LONG_REPLAY = 0.1
+"""Share of `--replay-s` above which a replay is not to be made twice."""
+
 PAYS_OFF = 50
 """A copy has paid off when the model has computed for so many times as long as the device waited for it."""
 
@@ -97,6 +100,7 @@ class Copies:
         if call.copy:
             source = Saved(f"the kept copy of model {model.model_id}", call.copy, optimizer=True, is_copy=True)
             history.copying = Kept(source, Mark(history.state + 1, seq_id, history.seconds))
+            history.replayed_s = 0.0
         history.step(seq_id, Stepped(history.state, call.settings, grad_norm))
         self._bound(model)
 
@@ -142,11 +146,12 @@ class Copies:
         """Whether all models together might replay more than `--replay-s`.
 
         A checkpoint that its client may delete is replaced as soon as possible, and so are all states before a step
-        that cannot be replayed.
+        that cannot be replayed, or that a long replay has begun with: it would begin there again.
         """
-        if history.copying is not None or (history.seconds < history.wanted_s and not history.open_is_given_up):
+        at_once = history.open_is_given_up or history.replayed_s > LONG_REPLAY * self._replay_s
+        if history.copying is not None or (history.seconds < history.wanted_s and not at_once):
             return False
-        if history.open_is_given_up:
+        if at_once:
             return True
         newest = history.kept[-1].source if history.kept else None
         if newest is None or (isinstance(newest, Saved) and not newest.is_copy):

@@ -204,9 +204,10 @@ class CrashRecovery:
             del self.waiting[model_id]
             self.outcomes.record([HistoryChange(model_id, comebacks=0)])
             MODELS_RECOVERED.inc()
+            taken_s = self.models.require(model_id).history.replayed_s = time.monotonic() - comeback.began
             log.info(
                 "model %s is back, as it was, after %.1f s: passes computed again: %d",
-                *(model_id, time.monotonic() - comeback.began, comeback.passes),
+                *(model_id, taken_s, comeback.passes),
                 extra={"model": model_id},
             )
         except StoreUnavailableError as error:

@@ -146,6 +146,8 @@ class History:
     """Whether the last copy that was asked for could not be kept."""
     wanted_s: float = 0.0
     """Least `seconds` at which the next copy is asked for: the last has paid off then, or is tried again."""
+    replayed_s: float = 0.0
+    """Seconds that the last replay took; 0 once a copy of what it led to was asked for."""
     released_seq: int = -1
     """The operation up to which the log has dropped the requests, or is going to."""
     whole_from: int = 0
