@@ -96,7 +96,7 @@ def _refused(request: Request, error: Exception) -> Response:
     told = str(error) if isinstance(error, TinsmithError) else f"{request.url.path} does not exist"
     if request.url.path.endswith(".json"):
         return Response(orjson.dumps({"detail": told}), status, _HEADERS, "application/json")
-    return _html(request, "error.html.jinja", {"status": status, "told": told, "is_away": False}, status)
+    return _html(request, "error.html.jinja", {"status": status, "told": told}, status)
 
 
 def _html(request: Request, template: str, data: Json, status: int = 200) -> Response:
