@@ -76,6 +76,7 @@ async function show(charts) {
   }
   charts.shown = runs;
   for (const figure of charts.querySelectorAll("figure")) draw(figure, runs);
+  charts.dataset.drawn = innerWidth;
   charts.dataset.steps = runs.map((run) => run.steps).join(",");
 }
 
@@ -99,7 +100,9 @@ document.addEventListener("htmx:sseMessage", async () => {
 
 function again() {
   for (const charts of all) {
-    for (const figure of charts.querySelectorAll("figure")) { figure.plot?.destroy(); figure.plot = null; draw(figure, charts.shown ?? []); }
+    if (!charts.shown) continue; // they are drawn when there is something
+    for (const figure of charts.querySelectorAll("figure")) { figure.plot?.destroy(); figure.plot = null; draw(figure, charts.shown); }
+    charts.dataset.drawn = innerWidth;
   }
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
