@@ -200,9 +200,9 @@ def test_a_batch_shows_the_weight_of_the_prediction_of_each_token() -> None:
     request = ForwardBackwardRequest("m", 1, "cross_entropy", {}, False, [datum])
     told = describe_batch(1, request, lambda token: f"<{token}>")
     (shown,) = told["datums"]
-    assert [each.get("text", each.get("image")) for each in shown["tokens"]] == ["<1>", "<2>", 3, "<5>", "<6>"]
-    assert [each["weight"] for each in shown["tokens"]] == [None, 0.0, None, 0.5, -1.0]
-    assert [each["shade"] for each in shown["tokens"]] == ["", "z", "", "p2", "m4"]
+    assert [each.get("text", each.get("image")) for each in shown["tokens"]] == ["<1><2>", 3, "<5>", "<6>"]
+    assert [each["weight"] for each in shown["tokens"]] == [0.0, None, 0.5, -1.0]
+    assert [each["shade"] for each in shown["tokens"]] == ["z", "", "p2", "m4"]
     assert (shown["length"], shown["weighted"], shown["cut"]) == (6, 5, False)
 
 

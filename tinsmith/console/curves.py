@@ -26,8 +26,8 @@ FIRST = ("loss/token", "loss:sum", "grad_norm", "learning_rate", "tokens", "seco
 
 MEANINGS = {
     "loss/token": (
-        "loss:sum divided by the tokens of the step. It falls while the model learns, and can be compared between "
-        "steps of different size. Tokens without weight are counted too."
+        "loss:sum by tokens of the step, also those without weight. It falls while a model learns from examples; in "
+        "reinforcement learning it says little, so look at rewards."
     ),
     "loss:sum": "The loss that was minimized, summed over all tokens. It grows with the batch, too.",
     "grad_norm": (
@@ -38,12 +38,12 @@ MEANINGS = {
     "tokens": "Tokens of the step's forward and backward passes.",
     "seconds": "From the step before to this one: passes, optimizer, queue, and what the client does in between.",
     "kl_sampler_trainer/k1": (
-        "Mean of the sampler's log-probability minus the trainer's, over sampled tokens with an advantage. Near 0 both "
-        "compute the same. It grows with the age of samples and the size of steps, and at temperatures other than 1."
+        "Mean of the sampler's log-probability minus the trainer's. Old samples, large steps and temperatures other "
+        "than 1 move it away from 0."
     ),
     "kl_sampler_trainer/k3": (
-        "The same divergence with less noise, and never negative: mean of exp(d) - 1 - d, with d the trainer's "
-        "log-probability minus the sampler's. Above 0.01 or so, look for the reason."
+        "The same divergence with less noise, never negative: mean of exp(d) - 1 - d, d the trainer's "
+        "log-probability minus the sampler's. Above 0.01, look for the reason."
     ),
     "tinsmith_stable_reinforce/weight:mean": "Mean weight of the sampled tokens: 1 where sampler and trainer agree.",
     "tinsmith_stable_reinforce/limited:mean": (
@@ -74,7 +74,7 @@ def meaning(name: str) -> str:
         return MEANINGS[name]
     if name.startswith(ROLLOUTS):
         title, told = OF_ROLLOUTS[name.removeprefix(ROLLOUTS)]
-        return f"{title}: {told}. By step of `tinsmith rl`, which may have several optimizer steps."
+        return f"{title}: {told}. By step of tinsmith rl, which may have several optimizer steps."
     if name.startswith(FORWARD):
         return f"{name.removeprefix(FORWARD)} of passes without gradients, such as an evaluation on other data."
     how = {"sum": "Summed over the step.", "mean": "Mean over the datums of the step."}
