@@ -15,7 +15,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 import tinker
-from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tinker import types
 
 from tests.console.hostile import HOSTILE
@@ -32,10 +32,16 @@ DARK_PHONE: Look = ("dark", PHONE)
 
 PICTURES = os.environ.get("TINSMITH_TEST_PICTURES")
 """A directory for pictures of all pages that are looked at; of one that is too wide, there is one in the test's own."""
-_FITS = """width => {
+_IS_RENDERED = """width => innerWidth === width && document.readyState === "complete"
+    && document.fonts.status === "loaded"
+    && [...document.images].every(image => image.complete || image.loading === "lazy")
+    && [...document.querySelectorAll("[data-curves]")].every(charts => Number(charts.dataset.drawn) === width)"""
+"""Whether all is there and drawn for this width: charts are drawn again a moment after it has changed."""
+_TOO_WIDE = """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => {
     const root = document.documentElement;
-    return Math.abs(root.clientWidth - width) < 40 && root.scrollWidth <= root.clientWidth;
-}"""
+    done(root.scrollWidth - root.clientWidth);
+})))"""
+"""By how many pixels the page is wider than the window, once it is laid out."""
 LOOK_S = 120.0
 """How long tests wait for a page to change: seconds on a machine ten times as busy, for what takes a tenth of one."""
 ELSEWHERE = "tinsmith.test"
@@ -86,11 +92,10 @@ class Looking:
             page.emulate_media(color_scheme=theme)
             page.set_viewport_size({"width": width, "height": height})
             picture = f"{name}-{theme}-{width}.png"
-            try:  # charts are drawn again a moment after the window has changed
-                page.wait_for_function(_FITS, arg=width)
-            except Error:
+            page.wait_for_function(_IS_RENDERED, arg=width)
+            if too_wide := page.evaluate(_TOO_WIDE):
                 page.screenshot(path=self.shots / picture, full_page=True)
-                raise
+            assert not too_wide, f"{path} is {too_wide} pixels wider than a window of {width}: {self.shots / picture}"
             if PICTURES:
                 page.screenshot(path=Path(PICTURES) / picture, full_page=True, animations="disabled")
         assert self.complaints == []

@@ -1,13 +1,17 @@
 """Every page in a real browser: in both themes, at the width of a phone, with data and without."""
 
 import json
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import tinker
 from playwright.sync_api import APIResponse, Browser, Locator, Page, Route, expect
+from tinker import types
 
 from tests.console.conftest import DARK, DARK_PHONE, LIGHT, Keyed, Looking, connect, new_model, step
 from tests.console.hostile import HOSTILE
@@ -152,6 +156,50 @@ def test_the_page_of_a_run_shows_what_tinsmith_rl_has_written(
         expect(page.locator("[data-metric='rl/kl_sampler_trainer'] .meaning")).to_contain_text("KL of sampler")
         page.get_by_role("link", name="Episodes of a run").click()
         expect(page).to_have_title("a run · Tinsmith")
+
+
+def test_a_run_of_any_client_shows_how_far_trainer_and_sampler_are_apart(
+    look: Looking, service: tinker.ServiceClient, http: httpx.Client
+) -> None:
+    """Of two models in the same passes, each step in two requests; replies have no more than they had."""
+    models = [new_model(service) for _ in range(2)]
+    wanted: list[list[list[float]]] = [[], []]
+    for of_step in range(2):
+        replies: list[tuple[int, list[types.Datum], Any]] = []
+        for size in (3, 1):
+            for place, model in enumerate(models):
+                data = [policy_datum(1 + place + 4 * of_step + each, 6 + each + size) for each in range(size)]
+                replies.append((place, data, model.forward_backward(data, "importance_sampling")))
+        for model in models:
+            model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        gaps: list[list[float]] = [[], []]
+        for place, data, future in replies:
+            assert future.result().metrics.keys() == {"loss:sum"}
+            for item, output in zip(data, future.result().loss_fn_outputs, strict=True):
+                inputs = {name: tensor.to_numpy().astype(float) for name, tensor in item.loss_fn_inputs.items()}
+                apart = output["logprobs"].to_numpy().astype(float) - inputs["logprobs"]
+                gaps[place] += apart[inputs["advantages"] != 0].tolist()
+        for place, each in enumerate(gaps):
+            k3 = sum(math.exp(gap) - 1 - gap for gap in each) / len(each)
+            wanted[place].append([-sum(each) / len(each), k3])
+    for model, steps in zip(models, wanted, strict=True):
+        drawn = http.get(f"{look.url}/curves.json?runs={model.model_id}").json()["runs"][0]["curves"]
+        found = [drawn[f"kl_sampler_trainer/{name}"]["y"] for name in ("k1", "k3")]
+        assert list(map(list, zip(*found, strict=True))) == [pytest.approx(each, rel=1e-5) for each in steps]
+        assert not [name for name in drawn if "kl" in name and ":sum" in name]
+    with look.at(f"/runs/{models[0].model_id}") as page:
+        expect(page.locator("[data-metric='kl_sampler_trainer/k3'] canvas")).to_be_visible()
+        expect(page.locator("[data-metric='kl_sampler_trainer/k1'] .meaning")).to_contain_text("minus the trainer's")
+
+
+def policy_datum(seed: int, length: int) -> types.Datum:
+    """Random tokens, of which the first two are a prompt."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(5, 1500, length + 1).tolist()
+    inputs: dict[str, Any] = {"target_tokens": tokens[1:]}
+    for name, values in (("logprobs", -7.5 + random.normal(size=length)), ("advantages", random.normal(size=length))):
+        inputs[name] = [0.0, 0.0, *values.astype(np.float32).tolist()[2:]]
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
 def test_pages_are_reached_by_keys(look: Looking) -> None:

@@ -8,7 +8,7 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Browser, FilePayload, Page, expect
 
-from tests.console.conftest import DARK_PHONE, ELSEWHERE, Keyed, Looking
+from tests.console.conftest import DARK_PHONE, ELSEWHERE, LIGHT, Keyed, Looking
 from tests.console.hostile import HOSTILE
 from tests.running import Server
 
@@ -54,7 +54,10 @@ def test_two_models_answer_with_a_picture_and_branches_are_kept(look: Looking, h
     offered = http.get(f"{look.url}/playground.json").json()["checkpoints"]
     saved = next(each["name"] for each in offered if each["base_model"] == "seeing")
     with look.at(f"/playground?model=seeing&beside={saved}", DARK_PHONE) as page:
-        begin(page, max_tokens="6", n="2")
+        begin(page, n="2")
+        page.locator(".more-settings summary").click()
+        page.get_by_label("Most tokens").fill("6")
+        look.judge(page, DARK_PHONE, LIGHT, DARK_PHONE)  # open settings lie over nothing
         page.set_input_files("#file", files=[picture()])
         expect(page.locator("#pictures img")).to_have_count(1)
         say(page, "What is it?")

@@ -19,6 +19,7 @@ from tinsmith.console.phases import INTERVAL_S, KEPT, Phases
 from tinsmith.console.samples import KeptSample, sample_page, samples_page
 from tinsmith.observing.spans import DEVICE, OPERATIONS, PASSES, Span
 from tinsmith.store.operations import MetricsRow, ShownOperation
+from tinsmith.store.records import COMPARED
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import ImageChunk, TextChunk
 from tinsmith.wire.forward_backward import Datum, ForwardBackwardRequest
@@ -91,6 +92,26 @@ def test_curves_join_the_parts_of_a_step_and_can_be_read_in_pieces() -> None:
     assert drawn["grad_norm"]["y"] == [0.5, None]
     assert drawn["forward/loss:sum"] == {"x": [2], "y": [3.0]}
     assert whole.names[:3] == ["loss/token", "loss:sum", "grad_norm"]
+
+
+def test_what_is_compared_with_the_sampler_is_a_mean_over_tokens_however_a_step_is_split() -> None:
+    def compared(number: int, kind: str, *sums: float | str) -> MetricsRow:
+        return row(
+            number, kind, 10, loss_sum=1.0, **{f"{name}_sum": each for name, each in zip(COMPARED, sums, strict=True)}
+        )
+
+    curves = Curves()
+    curves.add([compared(1, "forward_backward", 3, 0.3, 0.06), compared(2, "forward_backward", 1, 0.5, 0.02)])
+    curves.add([compared(3, "forward", 2, -1.0, 0.5), row(4, "optim_step", grad_norm=0.5)])
+    curves.add([compared(5, "forward_backward", 0, 0.0, 0.0), row(6, "optim_step", grad_norm=0.5)])  # no token counts
+    curves.add([compared(7, "forward_backward", 2, "inf", "inf"), row(8, "optim_step", grad_norm=0.5)])
+    drawn = {name: curve for name, curve in curves.drawn(0.0).items() if "kl" in name}
+    assert drawn == {
+        "forward/kl_sampler_trainer/k1": {"x": [1], "y": [-0.5]},
+        "forward/kl_sampler_trainer/k3": {"x": [1], "y": [0.25]},
+        "kl_sampler_trainer/k1": {"x": [1, 3], "y": [pytest.approx(0.2), None]},
+        "kl_sampler_trainer/k3": {"x": [1, 3], "y": [pytest.approx(0.02), None]},
+    }
 
 
 def test_curves_are_drawn_while_steps_are_added() -> None:
@@ -179,9 +200,9 @@ def test_a_batch_shows_the_weight_of_the_prediction_of_each_token() -> None:
     request = ForwardBackwardRequest("m", 1, "cross_entropy", {}, False, [datum])
     told = describe_batch(1, request, lambda token: f"<{token}>")
     (shown,) = told["datums"]
-    assert [each.get("text", each.get("image")) for each in shown["tokens"]] == ["<1>", "<2>", 3, "<5>", "<6>"]
-    assert [each["weight"] for each in shown["tokens"]] == [None, 0.0, None, 0.5, -1.0]
-    assert [each["shade"] for each in shown["tokens"]] == ["", "z", "", "p2", "m4"]
+    assert [each.get("text", each.get("image")) for each in shown["tokens"]] == ["<1><2>", 3, "<5>", "<6>"]
+    assert [each["weight"] for each in shown["tokens"]] == [0.0, None, 0.5, -1.0]
+    assert [each["shade"] for each in shown["tokens"]] == ["z", "", "p2", "m4"]
     assert (shown["length"], shown["weighted"], shown["cut"]) == (6, 5, False)
 
 

@@ -1,25 +1,25 @@
 """Pages as HTTP answers them: streams that many share, who may see what, errors as pages."""
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from functools import partial
-from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
-from cachetools import TTLCache
 
-from tests.server.serving import Served
+from tests.databases import running
+from tests.server.serving import Served, served
 from tests.server.test_tenants import belongings, key, speaking
 from tinsmith.console.pages import STATIC, static_files
-from tinsmith.server import console, live
+from tinsmith.errors import StoreUnavailableError
+from tinsmith.server import console, live, tenants
 from tinsmith.server.live import LivePages
 from tinsmith.server.replies import UnauthorizedError
 from tinsmith.server.tenants import COOKIE, Tenants
 from tinsmith.store.keys import LOGIN_S, MOST_LOGINS, add_key, begin_login, end_login, find_login, list_keys, revoke_key
+from tinsmith.store.store import Store
 
 
 def key_id_of(server: Served, name: str) -> str:
@@ -185,7 +185,9 @@ async def test_a_cookie_stands_for_its_key_on_every_route_until_that_ends(server
     assert (await server.client.get("/runs.json", headers=cookie)).status_code == 401
 
 
-async def test_a_copy_of_a_cookie_is_worth_nothing_after_the_logout(server: Served) -> None:
+async def test_a_copy_of_a_cookie_is_worth_nothing_after_the_logout(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Invariant: A logout ends its cookie on the server: here at once, in other processes when they look again."""
     text = add_key(server.store, key("alice"))
     cookies = [(await server.client.post("/login", data={"key": text})).cookies[COOKIE] for _ in range(2)]
@@ -199,21 +201,63 @@ async def test_a_copy_of_a_cookie_is_worth_nothing_after_the_logout(server: Serv
     assert (reply.status_code, reply.headers["location"]) == (303, "/login")
     assert (await server.client.get("/runs.json", headers=one)).status_code == 401
     assert (await server.client.get("/runs.json", headers=other)).status_code == 200
-    assert beside._logins.ttl <= 5
-    beside._logins.expire(math.inf)
+    assert tenants._STALE_S <= 5
+    monkeypatch.setattr(tenants, "_STALE_S", 0.0)
     with pytest.raises(UnauthorizedError):
         await beside.caller({"cookie": one["Cookie"]})
     assert (await server.client.post("/logout")).status_code == 303
 
 
-@pytest.mark.parametrize("tick_s", [0.21, 0.3, 0.4, 0.45])
-async def test_a_login_that_is_looked_at_again_while_a_request_runs_lets_it_in(server: Served, tick_s: float) -> None:
-    add_key(server.store, key("alice"))
-    cookie = {"cookie": f"{COOKIE}={begin_login(server.store, key_id_of(server, 'alice'))}"}
-    tenants = server.front.tenants
-    tenants._logins = TTLCache(9, 1.0, partial(next, count(0, tick_s)))  # time passes at each look at the clock
-    for _ in range(30):
-        assert (await tenants.caller(cookie)).tenant == "alice"
+async def test_keys_and_cookies_go_on_counting_while_the_database_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that need it say so and try again; others are shown. A cookie that nobody has seen is let in by nobody."""
+    monkeypatch.setattr(tenants, "_STALE_S", 0.0)  # every request looks again
+    people = {"Accept": "text/html"}
+    with running() as cluster:
+        cluster.serve(tmp_path)
+        opened = Store.open(tmp_path, busy_s=0.1)
+        monkeypatch.setattr("tests.server.serving.Store.open", lambda data_dir: opened)
+        async with served(tmp_path) as server:
+            text = add_key(server.store, key("alice"))
+            value, unseen = (begin_login(server.store, key_id_of(server, "alice")) for _ in range(2))
+            seen = ({"X-API-Key": text}, {"Cookie": f"{COOKIE}={value}"})
+            for headers in seen:
+                assert (await server.client.get("/samples.json", headers=headers)).status_code == 200
+            cluster.stop()
+            for headers in seen:
+                assert (await server.client.get("/samples", headers=headers | people)).status_code == 200
+                reply = await server.client.get("/runs", headers=headers | people)
+                assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+                assert "The database is away" in reply.text
+                assert '<meta http-equiv="refresh" content="5">' in reply.text
+            for cookie in (unseen, "made-up"):
+                headers = {"Cookie": f"{COOKIE}={cookie}"}
+                assert (await server.client.get("/samples.json", headers=headers)).status_code == 503
+            reply = await server.client.post("/login", data={"key": text}, headers=people)
+            assert (reply.status_code, "The database is away" in reply.text) == (503, True)
+            cluster.start()
+            end_login(server.store, value)
+            assert (await server.client.get("/samples.json", headers=seen[0])).status_code == 200
+            assert (await server.client.get("/samples.json", headers=seen[1])).status_code == 401
+
+
+async def test_a_page_that_is_watched_says_while_the_database_is_away() -> None:
+    pages, away = LivePages(), False
+
+    async def compute() -> Mapping[str, str]:
+        if away:
+            raise StoreUnavailableError("it is away")
+        return {"a": "1"}
+
+    async with aclosing(pages.follow("page", compute, allowed)) as stream:
+        assert await anext(stream) == b"event: a\ndata: 1\n\n"
+        away = True
+        assert (await anext(stream)).startswith(b"event: trouble\ndata: The server cannot read its database now.")
+        away = False
+        assert await anext(stream) == b"event: trouble\ndata: \n\n"
+        async with aclosing(pages.follow("page", compute, allowed)) as other:
+            assert await anext(other) == b"event: a\ndata: 1\n\nevent: trouble\ndata: \n\n"
 
 
 async def test_a_logout_without_a_login_writes_nothing(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

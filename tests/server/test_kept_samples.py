@@ -1,7 +1,10 @@
 """Recent samples for the console: bounded, in order, and of each tenant alone."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.server.serving import served
 from tinsmith.console.samples import KeptSample
 from tinsmith.errors import NotFoundError
 from tinsmith.protocol.serving import Sample, SampleDone, SampleFailed
@@ -85,3 +88,11 @@ def test_the_last_errors_of_a_tenant_stay_without_what_was_asked() -> None:
     ]
     assert kept.failed("b") == []
     assert kept.failed(None) == failed
+
+
+async def test_last_errors_say_where_samples_are_not_kept(tmp_path: Path) -> None:
+    for mib, told in ((0, "No operation has failed."), (1, "No operation and no recent sample has failed.")):
+        async with served(tmp_path / str(mib), kept_sample_mib=mib) as server:
+            reply = await server.client.get("/", headers={"Accept": "text/html"})
+            assert told in reply.text
+            assert ("Samples that fail are not listed" in reply.text) == (mib == 0)

@@ -5,6 +5,7 @@ NaN stays with its model.
 """
 
 import gc
+import math
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.bases import HYBRIDS, datum, image_chunks, new_ref, random_tokens, renderer
@@ -25,9 +27,11 @@ from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
+from tinsmith.store.records import COMPARED
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
 
+FloatArray = NDArray[np.float32]
 STEP = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
 
 
@@ -184,6 +188,24 @@ def with_loss(item: DatumWork, name: str) -> DatumWork:
     return replace(item, loss=loss, loss_inputs={key: given[key] for key in loss.inputs})
 
 
+def compared(item: DatumWork, logprobs: FloatArray) -> dict[str, float]:
+    """What `COMPARED` says, in plain Python."""
+    if "logprobs" not in item.loss_inputs:
+        return {}
+    sampled = item.loss_inputs["advantages"]
+    if item.loss.name == "dro":  # a token without advantage counts if it has a log-probability
+        sampled = sampled + item.loss_inputs["logprobs"] * (sampled == 0)
+    pairs = [
+        (float(p), float(q))
+        for p, q, each in zip(
+            logprobs, item.loss_inputs["logprobs"], item.loss_inputs.get("sequence_ratio_mask", sampled), strict=True
+        )
+        if each
+    ]
+    found = [float(len(pairs)), sum(q - p for p, q in pairs), sum(math.exp(p - q) - 1 - (p - q) for p, q in pairs)]
+    return dict(zip(COMPARED, found, strict=True))
+
+
 def test_results_are_those_of_their_datums_whatever_losses_share_a_row(text_base: BaseModel) -> None:
     backend, render = backend_with(text_base, a=4, b=4), renderer(text_base)
     plain = [datum("ab"[i % 2], render.render([random_tokens(i, 5 + i % 4)]), i) for i in range(12)]
@@ -194,6 +216,7 @@ def test_results_are_those_of_their_datums_whatever_losses_share_a_row(text_base
         assert result.loss == pytest.approx(alone.loss, rel=1e-4, abs=1e-4)
         assert result.metrics == pytest.approx(alone.metrics, rel=1e-3, abs=1e-4)
         assert set(result.metrics) == set(item.loss.metrics)
+        assert dict(result.compared) == pytest.approx(compared(item, result.logprobs), rel=1e-12, abs=1e-12)
 
 
 def test_many_targets_of_one_model_cost_another_no_memory(text_base: BaseModel) -> None:

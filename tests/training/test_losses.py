@@ -7,6 +7,7 @@ contributes exactly 0. Also: `tests/acceptance/test_losses.py`.
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from tests.extent import amount
 from tests.plain_losses import DEFAULTS, FORMULAS
 from tinsmith.errors import NotBuiltError, UserError
-from tinsmith.training.losses import LOSSES, METRICS, NOT_BUILT, DatumSpans, cross_entropy, find_loss
+from tinsmith.training.losses import LOSSES, METRICS, NOT_BUILT, DatumSpans, LossGroup, cross_entropy, find_loss
 
 Inputs = dict[str, Tensor]
 
@@ -135,6 +136,21 @@ def test_a_position_without_weight_or_advantage_contributes_exactly_zero(name: s
     assert gradient[:2].tolist() == [0.0, 0.0]
     torch.testing.assert_close(loss, short[0])
     torch.testing.assert_close(gradient[2:], short[1])
+
+
+def test_trainer_and_sampler_are_compared_where_tokens_count() -> None:
+    """By datum, exactly: also an impossible token, and one that a client calls so unlikely that no number holds it."""
+    sampled = np.array([-1.0, -9.0, -2.5, 0.0, -1.0, -0.5, -1000.0], np.float32)[:, None]
+    advantages = np.array([1.0, 0.0, -2.0, 0.0, 0.5, 1.0, 1.0], np.float32)[:, None]
+    now = np.array([-1.5, -1.0, -2.0, np.nan, -np.inf, -0.5, -1.0], np.float32)[:, None]
+    group = LossGroup(LOSSES["ppo"], [0, 1, 2, 3], [3, 1, 1, 2], {"logprobs": sampled, "advantages": advantages})
+    count, k1, k3 = group.compared(now).tolist()
+    assert count == [2, 0, 1, 2]
+    assert k1 == [0.0, 0.0, INF, -999.0]
+    assert k3 == [pytest.approx(math.expm1(-0.5) + 0.5 + math.expm1(0.5) - 0.5, rel=1e-15), 0.0, INF, INF]
+    mask = np.array([0, 1, 1, 0, 0, 1, 0], np.float32)[:, None]
+    masked = LossGroup(LOSSES["gspo"], group.places, group.lengths, group.inputs | {"sequence_ratio_mask": mask})
+    assert masked.compared(now)[:2].tolist() == [[2, 0, 0, 1], [-8.5, 0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

@@ -49,6 +49,8 @@ def _described(datum: Datum, shown: str | None, decode: Callable[[int], str]) ->
     for place in places[:TOKENS]:
         before = None if position is None or position == 0 else position - 1  # whose prediction this token is
         weight = weights[before] if weights and before is not None and before < len(weights) else None
+        if weights and position == 0:
+            weight = 0.0  # nothing predicts the first token
         tokens.append(_token(place, weight, highest, decode))
         position = None if position is None or place.length is None else position + place.length
     if position is not None and len(places) <= TOKENS and targets and len(targets) == position:

@@ -15,6 +15,7 @@ import orjson
 
 from tinsmith.console.charts import downsample, smoothed
 from tinsmith.store.operations import MetricsRow
+from tinsmith.store.records import COMPARED
 
 FORWARD = "forward/"
 """Prefix of the metrics of passes without gradients."""
@@ -25,8 +26,8 @@ FIRST = ("loss/token", "loss:sum", "grad_norm", "learning_rate", "tokens", "seco
 
 MEANINGS = {
     "loss/token": (
-        "loss:sum divided by the tokens of the step. It falls while the model learns, and can be compared between "
-        "steps of different size. Tokens without weight are counted too."
+        "loss:sum by tokens of the step, also those without weight. It falls while a model learns from examples; in "
+        "reinforcement learning it says little, so look at rewards."
     ),
     "loss:sum": "The loss that was minimized, summed over all tokens. It grows with the batch, too.",
     "grad_norm": (
@@ -36,6 +37,14 @@ MEANINGS = {
     "learning_rate": "Size of each update, as the client sent it with the step.",
     "tokens": "Tokens of the step's forward and backward passes.",
     "seconds": "From the step before to this one: passes, optimizer, queue, and what the client does in between.",
+    "kl_sampler_trainer/k1": (
+        "Mean of the sampler's log-probability minus the trainer's. Old samples, large steps and temperatures other "
+        "than 1 move it away from 0."
+    ),
+    "kl_sampler_trainer/k3": (
+        "The same divergence with less noise, never negative: mean of exp(d) - 1 - d, d the trainer's "
+        "log-probability minus the sampler's. Above 0.01, look for the reason."
+    ),
     "tinsmith_stable_reinforce/weight:mean": "Mean weight of the sampled tokens: 1 where sampler and trainer agree.",
     "tinsmith_stable_reinforce/limited:mean": (
         "Share of tokens whose weight a bound has cut. Above some percent, samples are too old, or steps too large."
@@ -65,7 +74,7 @@ def meaning(name: str) -> str:
         return MEANINGS[name]
     if name.startswith(ROLLOUTS):
         title, told = OF_ROLLOUTS[name.removeprefix(ROLLOUTS)]
-        return f"{title}: {told}. By step of `tinsmith rl`, which may have several optimizer steps."
+        return f"{title}: {told}. By step of tinsmith rl, which may have several optimizer steps."
     if name.startswith(FORWARD):
         return f"{name.removeprefix(FORWARD)} of passes without gradients, such as an evaluation on other data."
     how = {"sum": "Summed over the step.", "mean": "Mean over the datums of the step."}
@@ -95,6 +104,12 @@ class _Joined:
                 self.values[name] = (known * before + value * tokens) / self.tokens
             else:
                 self.values[name] = value
+
+    def told(self) -> dict[str, float]:
+        """Return the metrics, with means over the tokens that were compared with the sampler in place of their sums."""
+        told = dict(self.values)
+        count, *sums = (told.pop(f"{name}:sum", 0.0) for name in COMPARED)
+        return told | ({name: each / count for name, each in zip(COMPARED[1:], sums, strict=True)} if count else {})
 
 
 class Curves:
@@ -142,10 +157,10 @@ class Curves:
         told = dict(metrics)
         passes, forwards = self._passes, self._forwards
         if passes.values:
-            told |= passes.values | {"tokens": passes.tokens}
+            told |= passes.told() | {"tokens": passes.tokens}
             if passes.tokens and "loss:sum" in passes.values:
                 told["loss/token"] = passes.values["loss:sum"] / passes.tokens
-        told |= {f"{FORWARD}{name}": value for name, value in forwards.values.items()}
+        told |= {f"{FORWARD}{name}": value for name, value in forwards.told().items()}
         if self._stepped_at is not None:
             told["seconds"] = at - self._stepped_at
         self._stepped_at = at

@@ -166,7 +166,7 @@ def _outcome(operation: ForwardOperation) -> Outcome:
     outputs = [{"logprobs": result.logprobs} for result in operation.in_order]
     result = encode_output(outputs, operation.metrics)
     command, tokens = operation.command, operation.tokens
-    measured = OperationMetrics("forward_backward" if operation.backward else "forward", operation.metrics)
+    measured = OperationMetrics("forward_backward" if operation.backward else "forward", operation.measured)
     return Outcome(command.request_id, result, "protobuf", None, None, tokens=tokens, measured=measured)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tinsmith.errors import TinsmithError
 from tinsmith.protocol.work import Prepared
 from tinsmith.store import ids
-from tinsmith.store.records import Command
+from tinsmith.store.records import COMPARED, Command
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class DatumOutput:
     """Log-probabilities of the target tokens, in their shape."""
     loss: float
     metrics: Mapping[str, float]
+    """Of its loss, and the sums `COMPARED` if the loss compares."""
 
 
 @dataclass(eq=False)
@@ -108,8 +109,16 @@ class ForwardOperation:
         means = {
             f"{name}:mean": sum(result.metrics[name] for result in results) / len(results)
             for name in results[0].metrics
+            if name not in COMPARED
         }
         return {"loss:sum": self.loss} | means
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Metrics for curves: those of the reply, and what was compared with the sampler."""
+        results = self.in_order
+        compared = [name for name in COMPARED if name in results[0].metrics]
+        return self.metrics | {f"{name}:sum": sum(result.metrics[name] for result in results) for name in compared}
 
 
 @dataclass(frozen=True)

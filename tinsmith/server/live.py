@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from tinsmith.errors import TinsmithError, reported
+from tinsmith.errors import StoreUnavailableError, TinsmithError, reported
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,11 @@ _LEAST_REST = 20
 """Pages are computed again after so many times the time that this took: all of them use 5 % of a core at most."""
 _LOOK_S = 5.0
 """Seconds after which a stream's key is looked at again, and its client told that the stream goes on; more of many."""
+
+
+_TROUBLE = "trouble"
+"""The event of what keeps a page from changing; it is empty when that is over."""
+_AWAY = "The server cannot read its database now. This page shows what it read last, and goes on by itself."
 
 
 @dataclass(eq=False)
@@ -122,9 +127,16 @@ class LivePages:
         """Compute a page again and again. What fails once, such as a database that is away, is tried again."""
         while True:
             began = time.monotonic()
-            with reported(TinsmithError, partial(log.info, "a page cannot be shown now: %s")):
-                page.take(await compute())
+            with reported(TinsmithError, partial(_note_trouble, page)):
+                over = {_TROUBLE: ""} if _TROUBLE in page.events else {}
+                page.take({**await compute(), **over})
             await asyncio.sleep(max(self._pause_s, _LEAST_REST * len(self._pages) * (time.monotonic() - began)))
+
+
+def _note_trouble(page: _LivePage, error: TinsmithError) -> None:
+    log.info("a page cannot be shown now: %s", error)
+    if isinstance(error, StoreUnavailableError):
+        page.take({_TROUBLE: _AWAY})
 
 
 def _event(name: str, content: str) -> bytes:

@@ -124,7 +124,8 @@ LOGIN = "/login"
 
 def _asks_for_page(request: Request) -> bool:
     """Whether a person looks at a page of the console, whose errors are pages too."""
-    wants_html = request.method == "GET" and "text/html" in request.headers.get("accept", "")
+    has_page = request.method == "GET" or request.url.path == LOGIN
+    wants_html = has_page and "text/html" in request.headers.get("accept", "")
     return wants_html and not request.url.path.startswith(("/api/", "/oai/", "/v1/", "/anthropic/"))
 
 
@@ -133,7 +134,8 @@ def _page_of(request: Request, error: Exception, status: int, headers: Mapping[s
         place = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         return RedirectResponse(f"{LOGIN}?{urlencode({'next': place})}", 303)
     viewer = Viewer(request.url.path, "", "", "", has_keys=False)
-    content = render("error.html.jinja", {"status": status, "told": _told(request, error)}, viewer)
+    shown = {"status": status, "told": _told(request, error), "is_away": isinstance(error, StoreUnavailableError)}
+    content = render("error.html.jinja", shown, viewer)
     more = {"Content-Security-Policy": POLICY, "Cache-Control": "no-store"}
     return Response(content, status, {**more, **(headers or {})}, "text/html; charset=utf-8")
 

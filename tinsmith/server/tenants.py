@@ -9,11 +9,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from cachetools import LRUCache, TTLCache
+from cachetools import LRUCache
 from starlette.requests import cookie_parser
 
 from tinsmith.errors import BackpressureError, StoreUnavailableError, reported
@@ -71,12 +70,14 @@ class Tenants:
         self._read_at = -math.inf
         """Monotonic time."""
         self._reading: asyncio.Task[None] | None = None
+        self._is_away = False
+        """Whether the database could not be read when it was last asked for the keys."""
         self._owned: LRUCache[tuple[str | None, str], bool] = LRUCache(_KNOWN_OWNERS)
         """What was found to be a tenant's. A foreign id is looked up each time, as one that does not exist."""
         self._sessions: LRUCache[str, None] = LRUCache(_KNOWN_OWNERS)
         """Sessions of these."""
-        self._logins: TTLCache[str, str] = TTLCache(_KNOWN_LOGINS, _STALE_S)
-        """Keys, by the part that is no secret, of logins that were found."""
+        self._logins: LRUCache[str, tuple[str, float]] = LRUCache(_KNOWN_LOGINS)
+        """Of logins that were found: the key, by the part that is no secret, and when it was read (monotonic)."""
 
     async def caller(self, headers: Mapping[str, str]) -> Caller:
         """The client that sent these headers. Raises UnauthorizedError without a key that is valid here."""
@@ -102,12 +103,17 @@ class Tenants:
     async def _login(self, headers: Mapping[str, str]) -> str | None:
         """The key, by its part that is no secret, with which the browser that sent these headers is logged in."""
         text = _sent_cookie(headers)
-        with suppress(KeyError):
-            return self._logins[text]  # one look: what `in` and `get` find may expire before they return it
-        found = await self._store.read(find_login, text) if text else None
-        if found is not None:
-            self._logins[text] = found
-        return found
+        known, read_at = self._logins.get(text, (None, -math.inf))
+        if not text or (known is not None and (self._is_away or time.monotonic() - read_at < _STALE_S)):
+            return known
+        # While the database cannot be read, the logins that were read before go on counting, as keys do
+        with reported(() if known is None else StoreUnavailableError, partial(log.warning, "%s")):
+            known = await self._store.read(find_login, text)
+            if known is None:
+                self._logins.pop(text, None)
+            else:
+                self._logins[text] = known, time.monotonic()
+        return known
 
     async def log_in(self, key: ApiKey) -> str:
         """Begin a login with a key; returns the value of its cookie."""
@@ -130,11 +136,14 @@ class Tenants:
         return self._keys or {}
 
     async def _read(self) -> None:
+        is_away = True
         # While the database cannot be read, the keys that were read before go on counting
         with reported(() if self._keys is None else StoreUnavailableError, partial(log.warning, "%s")):
             read = {key.key_id: key for key in await self._store.read(list_keys)}
             self._keys = read or self._keys or {}  # a table that lost its rows lets nobody in
             self._warn_of_unserved(self._keys.values())
+            is_away = False
+        self._is_away = is_away
         self._read_at = time.monotonic()
 
     def _warn_of_unserved(self, keys: Iterable[ApiKey]) -> None:

@@ -293,6 +293,13 @@ class StoredHistory:
     session_is_over: bool
 
 
+COMPARED = ("kl_sampler_trainer/tokens", "kl_sampler_trainer/k1", "kl_sampler_trainer/k3")
+"""Sums over sampled tokens, with d the trainer's log-probability less the sampler's: of 1, of -d and of exp(d) - 1 - d.
+
+They are kept for curves, and are in no reply.
+"""
+
+
 @dataclass(frozen=True)
 class OperationMetrics:
     """Metrics of an operation, for the curves of its run."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.kernels.device import upload
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.store.records import COMPARED
 
 
 class DatumSpans:
@@ -395,14 +396,15 @@ class DatumResult:
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the loss for the datum, by name."""
+    compared: Mapping[str, float] = field(default_factory=dict)
+    """The sums `COMPARED`, of a loss that compares with the policy that sampled."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Datums with the same loss and number K of targets a position, one behind the other."""
+    """A group with what was computed of it."""
 
-    places: list[int]
-    """Indices of the datums in the row."""
+    group: "LossGroup"
     logprobs: Tensor
     """[positions, K] of their targets."""
     losses: Tensor
@@ -452,21 +454,42 @@ class LossGroup:
         spans = DatumSpans(self.lengths, device)
         flat = logprobs.view(shape)
         losses = self.loss.compute(flat, inputs, spans).view_as(logprobs)
-        return Scored(self.places, logprobs, losses, self.loss.diagnose(flat.detach(), inputs, spans))
+        return Scored(self, logprobs, losses, self.loss.diagnose(flat.detach(), inputs, spans))
+
+    def trained(self) -> NDArray[np.bool_]:
+        """Which positions may have a gradient [positions, K]."""
+        found: NDArray[np.bool_] = self.loss.trains(
+            {name: torch.from_numpy(array) for name, array in self.inputs.items()}
+        ).numpy()
+        return found
+
+    def compared(self, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Compute `COMPARED` of each datum [3, datums] from log-probabilities [positions, 1], on the host.
+
+        Tokens count that were sampled, as far as the datum says so, else those with an advantage.
+        """
+        mask = self.inputs.get("sequence_ratio_mask")
+        counted = self.trained() if mask is None else mask != 0
+        moved = logprobs.astype(np.float64) - self.inputs["logprobs"]
+        moved = np.where(counted, moved, 0.0).ravel()
+        with np.errstate(over="ignore"):  # by what a client sends as the sampler's: then it is infinite
+            summands = np.stack([counted.ravel(), -moved, np.expm1(moved) - moved])
+        starts = np.cumsum([0, *self.lengths[:-1]])
+        sums: NDArray[np.float64] = np.add.reduceat(summands, starts, axis=1)
+        return sums
 
 
 def trained_positions(groups: Sequence[LossGroup]) -> NDArray[np.bool_]:
     """The positions of neighbouring datums, all of these groups, that may have a gradient."""
     found: dict[int, NDArray[np.bool_]] = {}
     for group in groups:
-        # [positions]
-        trained = group.loss.trains({name: torch.from_numpy(array) for name, array in group.inputs.items()}).any(-1)
-        found |= dict(zip(group.places, np.split(trained.numpy(), np.cumsum(group.lengths)[:-1]), strict=True))
+        trained = group.trained().any(-1)  # [positions]
+        found |= dict(zip(group.places, np.split(trained, np.cumsum(group.lengths)[:-1]), strict=True))
     return np.concatenate([found[place] for place in sorted(found)])
 
 
 def results_of(
-    group: Scored,
+    group: LossGroup,
     work: Sequence[DatumWork],
     logprobs: NDArray[np.float32],
     losses: NDArray[np.float32],
@@ -474,14 +497,16 @@ def results_of(
 ) -> Iterator[DatumResult]:
     """Split the results of a group into those of its datums."""
     start = 0
-    for place, of_datum in zip(group.places, metrics.T, strict=True):
+    sums = dict(zip(COMPARED, group.compared(logprobs).tolist(), strict=True)) if group.loss.compares else {}
+    for index, (place, of_datum) in enumerate(zip(group.places, metrics.T, strict=True)):
         datum = work[place]
         own = slice(start, start + len(datum.rendered))
         loss = float(losses[own].sum(dtype=np.float64))
         named = dict(zip(datum.loss.metrics, of_datum.tolist(), strict=True))
         if datum.replayed is not None:
             named[REPLAYED] = datum.replayed
-        yield DatumResult(logprobs[own].reshape(datum.target_tokens.shape), loss, named)
+        compared = {name: of_all[index] for name, of_all in sums.items()}
+        yield DatumResult(logprobs[own].reshape(datum.target_tokens.shape), loss, named, compared)
         start = own.stop
 
 

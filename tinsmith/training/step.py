@@ -146,8 +146,9 @@ def results_and_gradients(
     ready = _contributions([group.losses for group in scored], optimizers) if backward else []
     results: dict[int, DatumResult] = {}
     arrays = iter(fetched.arrived())
-    for group in scored:
-        results |= zip(group.places, results_of(group, work, next(arrays), next(arrays), next(arrays)), strict=True)
+    for each in scored:
+        own = results_of(each.group, work, next(arrays), next(arrays), next(arrays))
+        results |= zip(each.group.places, own, strict=True)
     return results, ready
 
 

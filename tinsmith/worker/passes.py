@@ -235,14 +235,15 @@ class Passes:
             )
         self._forget(results)
         numbers = [result.loss for result in results.values()]
-        numbers += [value for result in results.values() for value in result.metrics.values()]
+        told = [{**result.metrics, **result.compared} for result in results.values()]
+        numbers += [value for metrics in told for value in metrics.values()]
         self.send(
             PassDone(
                 message.number,
                 [(*piece, list(result.logprobs.shape)) for piece, result in results.items()],
                 [(*piece, type_of(error), str(error)) for piece, error in failures.items()],
                 backend.passes.tokens_per_pass,
-                [list(result.metrics) for result in results.values()],
+                [list(metrics) for metrics in told],
                 self._took(),
                 b"".join(
                     [

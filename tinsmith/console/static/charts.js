@@ -33,6 +33,12 @@ function isLog(figure, lines) {
   return figure.closest("[data-curves]").dataset.scale === "log" && lines.every((line) => line.y.every((value) => value == null || value > 0));
 }
 
+/** The scale of a curve; by itself, uPlot draws zeros from 0 to 100. */
+function ranged(_, low, high) {
+  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+  return low ? [Math.min(0, 2 * low), Math.max(0, 2 * low)] : [0, 1];
+}
+
 function draw(figure, runs) {
   const lines = linesOf(figure.dataset.metric, runs);
   figure.hidden = lines.length === 0;
@@ -46,7 +52,7 @@ function draw(figure, runs) {
   const grid = { stroke: css("--rule"), width: 1 }, stroke = css("--soft"), font = "11px system-ui, sans-serif";
   figure.plot = new uPlot({
     width: place.clientWidth || 300, height: 170, series: seriesOf(lines), legend: { show: false }, cursor: { y: false, sync: { key: "steps" } },
-    padding: [8, 8, 0, 0], scales: { x: { time: false }, y: { distr: isLog(figure, lines) ? 3 : 1 } },
+    padding: [8, 8, 0, 0], scales: { x: { time: false }, y: isLog(figure, lines) ? { distr: 3 } : { range: ranged } },
     axes: [
       { stroke, grid, font, ticks: grid, size: 26, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] },
       { stroke, grid, font, ticks: { show: false }, size: 54, space: 32, values: (_, ticks) => ticks.map(digits) },
@@ -76,6 +82,7 @@ async function show(charts) {
   }
   charts.shown = runs;
   for (const figure of charts.querySelectorAll("figure")) draw(figure, runs);
+  charts.dataset.drawn = innerWidth;
   charts.dataset.steps = runs.map((run) => run.steps).join(",");
 }
 
@@ -99,7 +106,9 @@ document.addEventListener("htmx:sseMessage", async () => {
 
 function again() {
   for (const charts of all) {
-    for (const figure of charts.querySelectorAll("figure")) { figure.plot?.destroy(); figure.plot = null; draw(figure, charts.shown ?? []); }
+    if (!charts.shown) continue; // they are drawn when there is something
+    for (const figure of charts.querySelectorAll("figure")) { figure.plot?.destroy(); figure.plot = null; draw(figure, charts.shown); }
+    charts.dataset.drawn = innerWidth;
   }
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);

@@ -54,6 +54,7 @@ class Stream {
       this.onerror?.(event);
     };
     for (const [name, listener] of this.listeners) source.addEventListener(name, listener);
+    source.addEventListener("trouble", ({ data }) => (data ? notice(data, true) : unnotice()));
     this.newer.clear();
     neighbours.postMessage({ opened: this.id });
     unnotice();

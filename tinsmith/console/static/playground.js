@@ -344,7 +344,7 @@ function drawAnswers(chosen) {
 }
 
 function fill(element, node) {
-  const facts = [node.tokens?.length ? `${node.tokens.length} tokens` : "", node.seconds && !node.running ? `${node.seconds.toFixed(1)} s` : "",
+  const facts = [node.tokens?.length ? `${node.tokens.length} token${node.tokens.length === 1 ? "" : "s"}` : "", node.seconds && !node.running ? `${node.seconds.toFixed(1)} s` : "",
     node.ended && !["stop", node.error].includes(node.ended) ? node.ended : ""].filter(Boolean).join(" · ");
   element.className = `answer${node.running ? " running" : ""}${element.dataset.chosen ? " chosen" : ""}`;
   const said = make("div", { className: "said-text" });

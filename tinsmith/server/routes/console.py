@@ -82,6 +82,7 @@ async def show_overview(front: Front, caller: Caller, asked: Asked) -> dict[str,
     now = time.time()
     used = await front.store.read(used_between, now // DAY_S * DAY_S, now + DAY_S, caller.sees)
     failures = last_errors(failed.operations, about.pop("failed_samples"))[:_SHOWN_ERRORS]
+    about["keeps_samples"] = front.config.server.kept_sample_mib > 0
     return overview(about, queued, failures, used)
 
 
