@@ -126,3 +126,27 @@ def test_templates_are_found_where_models_keep_them(family_dir: Callable[[str], 
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"has no tokenizer\.json, so it can be sampled through the SDK alone"):
         ChatFormat(str(tmp_path))
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "config.json"])
+def test_conversations_that_a_model_renders_with_its_own_code_are_refused(
+    family_dir: Callable[[str], Path], tmp_path: Path, place: str
+) -> None:
+    """They are not what the template says. Code that replaces something else changes nothing."""
+    shutil.copytree(family_dir("qwen3"), tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / place).read_text())
+    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization_own.Own"]}
+    (tmp_path / place).write_text(json.dumps(settings))
+    own, parent = (tmp_path / f"tokenization_{name}.py" for name in ("own", "parent"))
+    own.write_text("from transformers import Qwen2Tokenizer\nfrom .tokenization_parent import Parent\nOwn = Parent\n")
+    parent.write_text("class Parent:\n    def encode(self, text): return self.apply_chat_template(text)\n")
+    assert ChatFormat(str(tmp_path)).render(TALK) == ChatFormat(str(family_dir("qwen3"))).render(TALK)
+    for replacing in ("    def apply_chat_template(self): ...", "    get_chat_template = None"):
+        parent.write_text(f"class Parent:\n{replacing}\n")
+        with pytest.raises(UserError, match=r"code of its own \(tokenization_parent\.py\), which is not run"):
+            ChatFormat(str(tmp_path)).render(TALK)
+    own.unlink()
+    model = ChatFormat(str(tmp_path))
+    with pytest.raises(UserError, match=r"\(tokenization_own\.py\).* send completions the tokens of its"):
+        model.render(TALK)
+    assert model.encode("a") == ChatFormat(str(family_dir("qwen3"))).encode("a")
