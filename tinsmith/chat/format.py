@@ -129,8 +129,31 @@ class MessageFormat:
         return text.split(self.image_token) if self.image_token else [text]
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of a text. Special tokens are found unless they are broken up, and none are added."""
-        return list(chain.from_iterable(self._tokenize_all(text.split(BREAK))))
+        """Return the tokens of a text. Special tokens are found unless they are broken up, and none are added.
+
+        A text without control tokens that are broken up is tokenized in one: some tokenizers begin each with a space.
+        """
+        return list(chain.from_iterable(self._tokenize_all(self._divided(text))))
+
+    def _divided(self, text: str) -> list[str]:
+        """The text, cut at each `BREAK` without which a control token would be found there."""
+        parts = text.split(BREAK)
+        plain, divided, begin, at = "".join(parts), [], 0, 0
+        for part in parts[:-1]:
+            at += len(part)
+            if self._is_inside_control(plain, at):
+                divided.append(plain[begin:at])
+                begin = at
+        return [*divided, plain[begin:]]
+
+    def _is_inside_control(self, plain: str, at: int) -> bool:
+        """Whether a control token begins before this place of a text and ends behind it."""
+        begin, end = max(0, at - self._longest_control + 1), at + self._longest_control - 1
+        while (found := self._any_control.search(plain, begin, end)) is not None and found.start() < at:
+            if found.end() > at:
+                return True
+            begin = found.start() + 1
+        return False
 
 
 def tokenizing(tokenizer: Tokenizer) -> Tokenize:
