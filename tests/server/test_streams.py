@@ -15,6 +15,7 @@ import pytest
 from starlette.types import Message as Sent
 
 from tests.server.test_applications import ASKED, Engine, with_engine
+from tests.server.test_engine_process import until
 from tinsmith.chat.template import ChatFormat
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import CancelSample, Recovering, Sample
@@ -42,6 +43,9 @@ class Reader:
         self._app = create_app(engine.server.front)
         self._sent: asyncio.Queue[bytes] = asyncio.Queue()
         self._goes = asyncio.Event()
+        self.reads = asyncio.Event()
+        """Set while it takes what is sent."""
+        self.reads.set()
         self._reading: asyncio.Task[None] | None = None
 
     def ask(self, path: str, asked: dict[str, Any]) -> None:
@@ -59,6 +63,7 @@ class Reader:
             assert sent.get("status", 200) == 200
             if sent.get("body"):
                 self._sent.put_nowait(sent["body"])
+                await self.reads.wait()
 
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
         scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers}
@@ -228,6 +233,24 @@ async def test_what_is_told_together_adds_up_to_what_is_told_one_by_one(
     assert "then € nothing <tool_call> more" in said
     calls = {CHAT: together.get("calls"), MESSAGES: [each for each in together.get("blocks", ()) if each[2]], TEXT: []}
     assert len(calls[path]) == (0 if path == TEXT else 3)
+
+
+async def test_a_client_that_does_not_read_slows_no_other_stream(
+    tmp_path: Path, family_dir: Callable[[str], Path]
+) -> None:
+    async with asked(tmp_path, family_dir("qwen3"), 0) as (engine, reader, sample):
+        applications = engine.server.front.applications
+        reader.reads.clear()
+        engine.sampled(sample, [40])
+        await reader.next()
+        engine.sampled(sample, [41])
+        await asyncio.sleep(0.05)
+        assert applications.streams == 0
+        reader.reads.set()
+        assert ids_of(await reader.next()) == [41]
+        await until(lambda: applications.streams == 1)
+        engine.done(sample, [40, 41])
+        await reader.rest()
 
 
 async def test_a_client_that_leaves_while_tokens_are_held_ends_its_sample(

@@ -313,14 +313,19 @@ class StartedSample:
 
         It waits in the hub: what comes during a pause costs neither this process nor the way to it.
         """
-        events, done = await self.front.ask(calls.answer_tokens, self.request_id, self._seen, pause_s)
+        applications, counted = self.front.applications, int(pause_s > 0)
+        applications.streams += counted
+        try:
+            events, done = await self.front.ask(calls.answer_tokens, self.request_id, self._seen, pause_s)
+        finally:
+            applications.streams -= counted
         self._seen += len(events)
         return events, done
 
     @property
     def pause_s(self) -> float:
-        """Seconds between two parts of each stream, with as many as are open now."""
-        return self.front.applications.streams / STREAMED_PARTS_PER_S
+        """Seconds between two parts of each stream, with as many others as wait now."""
+        return (self.front.applications.streams + 1) / STREAMED_PARTS_PER_S
 
     def give_up(self) -> None:
         """Let it be forgotten, and cancelled if it runs; does not wait, as its request may be cancelled itself."""
@@ -359,10 +364,7 @@ class AnswerStream(StreamingResponse):
         self._sample = sample
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        applications = self._sample.front.applications
-        applications.streams += 1
         try:
             await super().__call__(scope, receive, send)
         finally:
-            applications.streams -= 1
             self._sample.give_up()

@@ -19,7 +19,7 @@ class Applications:
         """The session of each tenant under which its answers are limited and metered. Clients do not see it."""
         self._numbers = itertools.count(1)
         self.streams = 0
-        """Answers of which clients read a stream now."""
+        """Begun streams that wait for more tokens: one whose client does not read slows no other."""
 
     def new_answer(self, tenant: str) -> tuple[str, int]:
         """The id of what a new answer belongs to, and its number there."""
