@@ -383,7 +383,9 @@ def test_a_tokenizer_without_a_tokenizer_json_is_called_itself() -> None:
 class OwnRendering(CodesOfCharacters):
     """A tokenizer whose conversations are not what a template says."""
 
-    def apply_chat_template(self, conversation: Any, tools: Any = None, tokenize: bool = True, **options: Any) -> Any:
+    def apply_chat_template(  # type: ignore[override]
+        self, conversation: Any, tools: Any = None, tokenize: bool = True, **options: Any
+    ) -> Any:
         text = "".join(f"<|turn|>{each['role']}:{each['content']}<|end|>" for each in conversation)
         text += f"<|turn|>{options['mood']}" if options["add_generation_prompt"] else ""
         return self.encode(text) if tokenize else text

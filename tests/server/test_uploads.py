@@ -85,7 +85,7 @@ async def test_postgresql_takes_the_checkpoints_of_an_upload(
     model = family_dir("qwen3")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapter = LoraConfig(r=4, lora_alpha=4, target_modules=targets)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapter).save_pretrained(tmp_path / "made")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapter).save_pretrained(str(tmp_path / "made"))
     postgresql.serve(tmp_path)
     async with served(tmp_path, facts=replace(FACTS, tokenizer_id=str(model))) as server:
         begun, place = await start(server)
