@@ -102,6 +102,20 @@ MUTATIONS = (
         ("tests/chat/test_template.py",),
     ),
     Mutation(
+        "a control token that is broken up is found again where another begins before it",
+        "tinsmith/chat/format.py",
+        "            begin = found.start() + 1\n",
+        "            return False\n",
+        ("tests/chat/test_template.py",),
+    ),
+    Mutation(
+        "a model's own code that renders conversations is passed over",
+        "tinsmith/chat/format.py",
+        "if text is None or _REPLACES.search(text):",
+        "if text is None:",
+        ("tests/chat/test_template.py",),
+    ),
+    Mutation(
         "references of a tool's schema lead elsewhere",
         "tinsmith/chat/grammar.py",
         'moved["$ref"] = place + reference[1:]',

@@ -174,7 +174,7 @@ def test_the_client_renders_conversations_with_the_servers_file_which_imports_ne
     shared = PACKAGE / "chat" / "format.py"
     assert (RL / "format.py").resolve() == shared
     assert not [module for module, _ in imports(shared) if module.startswith("tinsmith")]
-    rendering = [path for path in modules() + modules(RL) if "apply_chat_template" in path.read_text()]
+    rendering = [path for path in modules() + modules(RL) if "apply_chat_template(" in path.read_text()]
     assert rendering == []
 
 

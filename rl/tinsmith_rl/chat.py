@@ -14,13 +14,15 @@ plain text, for example because the model sampled them. To tell the two apart, p
 tokens are those of any other script.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from huggingface_hub import try_to_load_from_cache
 from jinja2 import TemplateSyntaxError
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
@@ -28,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinsmith_rl.env import ChatMessage, visible
 from tinsmith_rl.errors import ConfigError, UserError, foreign_code, translated
-from tinsmith_rl.format import ESCAPED, MessageFormat, Tokenize, tokenizing
+from tinsmith_rl.format import ESCAPED, MessageFormat, Tokenize, own_rendering, tokenizing
 from tinsmith_rl.sequences import (
     EncodedImage,
     ImageProcessor,
@@ -39,6 +41,7 @@ from tinsmith_rl.sequences import (
     text_sequence,
 )
 
+_RENDERING = ("apply_chat_template", "get_chat_template")
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _MOST_OF_A_CHARACTER = 8
 """Tokens that are joined at most until their bytes are a character."""
@@ -206,7 +209,8 @@ class ChatTemplate:
         templates = found if isinstance(found, dict) else {"default": found} if found else {}
         name = f"model: the tokenizer {str(self.tokenizer.name_or_path)!r}"
         remedy = "give one with chat_template=FILE, or take a model that was trained to chat"
-        if "default" not in templates:
+        own = None if self.template else self._own_rendering(name)
+        if "default" not in templates and own is None:
             raise ConfigError(f"{name} has no chat template; {remedy}")
         with translated(
             TemplateSyntaxError, lambda error: ConfigError(f"{name} has a chat template that is no Jinja: {error}")
@@ -218,7 +222,29 @@ class ChatTemplate:
                 self.tokenizer.special_tokens_map,
                 map(str, self.tokenizer.all_special_tokens),
                 self.placeholder,
+                own,
             )
+
+    def _own_rendering(self, name: str) -> Callable[..., Any] | None:
+        """The `apply_chat_template` of a tokenizer that replaces it. Raises ConfigError if its code was not loaded."""
+        kind, source = type(self.tokenizer), str(self.tokenizer.name_or_path)
+        if any(getattr(kind, each) is not getattr(PreTrainedTokenizerBase, each) for each in _RENDERING):
+            return self.tokenizer.apply_chat_template
+        if kind.__module__.startswith("transformers_modules."):
+            return None  # code of the model's own, which replaces something else
+        code = own_rendering(self.tokenizer.init_kwargs.get("auto_map"), lambda file: _read_text(source, file))
+        if code is not None:
+            raise ConfigError(
+                f"{name} renders conversations with code of its own ({code}), which was not loaded; leave tokenizer "
+                "empty if the SDK loads it, or name the template to use with chat_template=FILE"
+            )
+        return None
+
+
+def _read_text(source: str, file: str) -> str | None:
+    """The text of a tokenizer's file, if it is on this machine."""
+    found = Path(source) / file if Path(source).is_dir() else try_to_load_from_cache(source, file)
+    return Path(found).read_text(encoding="utf-8") if found and Path(found).is_file() else None
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase) -> Tokenize:

@@ -1,13 +1,18 @@
 """Conversations as tokens, without torch: the same as transformers makes of the same files."""
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tinsmith.chat.format import BREAK
 from tinsmith.chat.template import ChatFormat
@@ -126,3 +131,78 @@ def test_templates_are_found_where_models_keep_them(family_dir: Callable[[str], 
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"has no tokenizer\.json, so it can be sampled through the SDK alone"):
         ChatFormat(str(tmp_path))
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "config.json"])
+def test_conversations_that_a_model_renders_with_its_own_code_are_refused(
+    family_dir: Callable[[str], Path], tmp_path: Path, place: str
+) -> None:
+    """They are not what the template says. Code that replaces something else changes nothing."""
+    shutil.copytree(family_dir("qwen3"), tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / place).read_text())
+    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization_own.Own"]}
+    (tmp_path / place).write_text(json.dumps(settings))
+    own, parent = (tmp_path / f"tokenization_{name}.py" for name in ("own", "parent"))
+    own.write_text("from transformers import Qwen2Tokenizer\nfrom .tokenization_parent import Parent\nOwn = Parent\n")
+    parent.write_text("class Parent:\n    def encode(self, text): return self.apply_chat_template(text)\n")
+    assert ChatFormat(str(tmp_path)).render(TALK) == ChatFormat(str(family_dir("qwen3"))).render(TALK)
+    for replacing in ("    def apply_chat_template(self): ...", "    get_chat_template = None"):
+        parent.write_text(f"class Parent:\n{replacing}\n")
+        with pytest.raises(UserError, match=r"code of its own \(tokenization_parent\.py\), which is not run"):
+            ChatFormat(str(tmp_path)).render(TALK)
+    own.unlink()
+    model = ChatFormat(str(tmp_path))
+    with pytest.raises(UserError, match=r"\(tokenization_own\.py\).* send completions the tokens of its"):
+        model.render(TALK)
+    assert model.encode("a") == ChatFormat(str(family_dir("qwen3"))).encode("a")
+
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+FRAGMENTS = ["<", "</", "s>", "<s", "</s>", "[", "/", "INS", "T]", "[INST]", "<unk>", "a"]
+
+
+def write_metaspace(directory: Path, space: str) -> None:
+    """A small tokenizer of the kind of Llama 2 and Mistral, with their chat template."""
+    made = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True))
+    if space == "normalized":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        made.pre_tokenizer = Metaspace(prepend_scheme=space, split=False)
+    marks = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    letters = [f"<0x{byte:02X}>" for byte in range(256)]  # in the vocabulary, and no special tokens
+    trainer = BpeTrainer(vocab_size=400, special_tokens=[*marks, *letters], show_progress=False)
+    made.train_from_iterator(["where is the miller, and who is a <b> of 3 < 5 [x] with the kettle?"], trainer)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    content = json.loads(made.to_str())
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] in marks]
+    made = Tokenizer.from_str(json.dumps(content))
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token=marks[0], bos_token=marks[1], eos_token=marks[2], chat_template=MISTRAL
+    )
+    whole.save_pretrained(directory)
+
+
+@pytest.mark.parametrize("space", ["first", "always", "never", "normalized"])
+def test_a_conversation_is_tokenized_in_one_where_no_control_token_is_broken_up(tmp_path: Path, space: str) -> None:
+    """Though texts are cut where they begin like one, and such tokenizers begin every text with a space."""
+    write_metaspace(tmp_path, space)
+    model, tokenizer = ChatFormat(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    for said in ("where", "is 3 <", "a [", "with [/", " < ", "</", "<s"):
+        talk = [{"role": "user", "content": said}, {"role": "assistant", "content": f"{said} <"}, *TALK[3:]]
+        text = model.render(talk)
+        assert BREAK in text
+        whole = text.replace(BREAK, "")
+        assert whole == tokenizer.apply_chat_template(talk, tokenize=False)
+        assert model.ids(text) == tokenizer(whole, add_special_tokens=False)["input_ids"], said
+    drawn = random.Random(0)
+    for _ in range(500):
+        parts = ["".join(drawn.choices(FRAGMENTS, k=3)) for _ in range(4)]
+        tokens = model.ids("".join(map(model.broken, parts)))
+        assert not {*tokens} & {*model.special_ids}, parts
+        written = model.tokenizer.decode(tokens, skip_special_tokens=False)
+        assert written.replace(" ", "") == "".join(parts)

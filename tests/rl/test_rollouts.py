@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tinker
 from PIL import Image
-from transformers import PreTrainedTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizer
 
 from tests.rl.scripted import (
     COUNTS,
@@ -378,6 +378,44 @@ def test_a_tokenizer_without_a_tokenizer_json_is_called_itself() -> None:
     assert talk.prompt.ids.tolist() == opening
     talk.extend(np.array([ord("b"), end], dtype=np.int32), True, [user("c")])
     assert talk.prompt.ids.tolist() == [*opening, ord("b"), end, turn, ord("c"), end, turn]
+
+
+class OwnRendering(CodesOfCharacters):
+    """A tokenizer whose conversations are not what a template says."""
+
+    def apply_chat_template(  # type: ignore[override]
+        self, conversation: Any, tools: Any = None, tokenize: bool = True, **options: Any
+    ) -> Any:
+        text = "".join(f"<|turn|>{each['role']}:{each['content']}<|end|>" for each in conversation)
+        text += f"<|turn|>{options['mood']}" if options["add_generation_prompt"] else ""
+        return self.encode(text) if tokenize else text
+
+
+def test_a_tokenizer_that_renders_with_its_own_code_is_obeyed() -> None:
+    made: Any = OwnRendering
+    made = made(eos_token="<|end|>", extra_special_tokens=["<|turn|>"], chat_template="{{ messages[0].content }}")
+    turn, end = (made.convert_tokens_to_ids(token) for token in ("<|turn|>", "<|end|>"))
+    ours = ChatTemplate(made, None, options={"mood": ""})
+    assert ours.end_of_turn == "<|end|>"
+    talk = Conversation(ours, [user("a<|end|>")])
+    assert talk.prompt.ids.tolist() == [turn, *map(ord, "user:a<|end|>"), end, turn]
+    named = ChatTemplate(made, None, "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}")
+    assert Conversation(named, [user("a")]).prompt.ids.tolist() == [ord("a"), turn]
+
+
+def test_code_of_a_tokenizer_that_was_not_loaded_is_named(plain: ChatTemplate, tmp_path: Path) -> None:
+    plain.tokenizer.save_pretrained(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    named = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | named))
+    code = tmp_path / "tokenization_own.py"
+    code.write_text("class Own:\n    pass\n")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    assert ChatTemplate(tokenizer, None).render([user("a")], (), True) == plain.render([user("a")], (), True)
+    code.write_text("class Own:\n    def apply_chat_template(self): ...\n")
+    with pytest.raises(ConfigError, match=r"\(tokenization_own\.py\), which was not loaded; .* chat_template=FILE"):
+        ChatTemplate(tokenizer, None)
+    assert ChatTemplate(tokenizer, None, "a").template == "a"
 
 
 @pytest.mark.parametrize(("broken", "was", "now"), [(SHOUTS, "'hot'", "'H'"), (COUNTS, "'1'", "'3'")])

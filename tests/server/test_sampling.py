@@ -528,7 +528,7 @@ async def test_the_tokens_of_a_streamed_sample_are_read_while_it_runs_and_from_i
     hub.take(sent(SampleEvents([(request_id, run, 0, [3], [-0.3])])))  # too late
     assert await calls.answer_tokens(hub, request_id, 2) == ([], ended)
     events, end = await calls.answer_tokens(hub, request_id, 0)
-    assert ([event.tokens for event in events], end) == ([[5], [6, 2]], None)
+    assert ([event.tokens for event in events], end) == ([[5], [6, 2]], ended)
     for other in (silent.request_id, "s:sample:0/3"):
         with pytest.raises(EngineUnavailableError, match="send the request again"):
             await calls.answer_tokens(hub, other, 0)

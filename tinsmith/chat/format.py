@@ -28,6 +28,8 @@ FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, Ari
 """Errors of a template that refuses messages, or is not made for them."""
 Tokenize = Callable[[list[str]], Iterable[Sequence[int]]]
 """Gives the tokens of each text. It finds special tokens, and adds none."""
+_REPLACES = re.compile(r"\bdef (?:apply|get)_chat_template\b|\b(?:apply|get)_chat_template *=[^=]")
+_IMPORTS = re.compile(r"^[ \t]*from[ \t]+\.[ \t]*(?:import[ \t]+)?(\w+)", re.MULTILINE)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which messages hold reasoning, the one that counts first."""
 
@@ -43,12 +45,14 @@ class MessageFormat:
         names: Mapping[str, str],
         control: Iterable[str] = (),
         image_token: str = "",
+        own: Callable[..., Any] | None = None,
     ) -> None:
         """Compile the templates, keyed by name; the one named `default` is for all that no other is for.
 
         `tokenize` is the tokenizer, and `added` are the tokens beside its vocabulary, by id.
         `names` are tokens that templates may name, such as `bos_token`. They are control tokens too, as are the
         tokenizer's special ones and those of `control`. `image_token` stands for an image; empty if there are none.
+        `own` is the `apply_chat_template` of a tokenizer that replaces what transformers does with the templates.
         Raises TemplateError for a template that is no Jinja.
         """
         self._tokenize_all = tokenize
@@ -56,6 +60,7 @@ class MessageFormat:
         """Stands for an image in a rendered text; empty for a model of text alone."""
         self._names = dict(names)
         self._templates = _compiled(templates)
+        self._own = own
         self.special_ids = [at for at, token in added.items() if token.special]
         special = {*names.values(), *control, *(added[at].content for at in self.special_ids)} - {""}
         self._added = special | {token.content for token in added.values()}
@@ -77,19 +82,20 @@ class MessageFormat:
         As in transformers, fields that are None are left out, and `tools` may be among the options.
         Raises one of `FAULTS`.
         """
-        given = {"documents": None, **self._names, **(options or {})}
+        given = dict(options or {})
         tools = tools or given.pop("tools", None) or ()
+        given |= {"tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        shaped = list(map(_with_reasoning, messages))
+        if self._own is not None:
+            return _text(self._own(shaped, tokenize=False, **given))
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name) or next(iter(self._templates.values()))
-        text: str = template.render(
-            **given,
-            messages=list(map(_with_reasoning, messages)),
-            tools=tools or None,
-            add_generation_prompt=add_generation_prompt,
+        return template.render(
+            **{"documents": None, **self._names, **given},
+            messages=shaped,
             raise_exception=_refuse,
             strftime_now=lambda form: datetime.now().astimezone().replace(tzinfo=None).strftime(form),
         )
-        return text
 
     def framing(self, options: Mapping[str, Any] | None = None) -> tuple[str, str]:
         """Return what the template puts before and behind an answer, found by rendering one. Raises one of `FAULTS`.
@@ -123,8 +129,31 @@ class MessageFormat:
         return text.split(self.image_token) if self.image_token else [text]
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of a text. Special tokens are found unless they are broken up, and none are added."""
-        return list(chain.from_iterable(self._tokenize_all(text.split(BREAK))))
+        """Return the tokens of a text. Special tokens are found unless they are broken up, and none are added.
+
+        A text without control tokens that are broken up is tokenized in one: some tokenizers begin each with a space.
+        """
+        return list(chain.from_iterable(self._tokenize_all(self._divided(text))))
+
+    def _divided(self, text: str) -> list[str]:
+        """The text, cut at each `BREAK` without which a control token would be found there."""
+        parts = text.split(BREAK)
+        plain, divided, begin, at = "".join(parts), [], 0, 0
+        for part in parts[:-1]:
+            at += len(part)
+            if self._is_inside_control(plain, at):
+                divided.append(plain[begin:at])
+                begin = at
+        return [*divided, plain[begin:]]
+
+    def _is_inside_control(self, plain: str, at: int) -> bool:
+        """Whether a control token begins before this place of a text and ends behind it."""
+        begin, end = max(0, at - self._longest_control + 1), at + self._longest_control - 1
+        while (found := self._any_control.search(plain, begin, end)) is not None and found.start() < at:
+            if found.end() > at:
+                return True
+            begin = found.start() + 1
+        return False
 
 
 def tokenizing(tokenizer: Tokenizer) -> Tokenize:
@@ -133,6 +162,29 @@ def tokenizing(tokenizer: Tokenizer) -> Tokenize:
     tokenizer.no_truncation()
     # A batch is tokenized without the interpreter's lock
     return lambda texts: [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def own_rendering(auto_map: Any, read: Callable[[str], str | None]) -> str | None:
+    """Return the file of Python in which a model's own tokenizer replaces `apply_chat_template`; None if it does not.
+
+    `auto_map` is that of `tokenizer_config.json`, and `read` returns the text of one of the model's files. A file that
+    is not there counts, because nobody can tell what it replaces.
+    """
+    classes = auto_map.get("AutoTokenizer") if isinstance(auto_map, Mapping) else auto_map
+    named = [classes] if isinstance(classes, str) else filter(None, classes or ())
+    waiting = [each.rpartition(".")[0] for each in named]
+    for module in waiting:
+        text = read(f"{module}.py")
+        if text is None or _REPLACES.search(text):
+            return f"{module}.py"
+        waiting += {*_IMPORTS.findall(text)}.difference(waiting)
+    return None
+
+
+def _text(rendered: Any) -> str:
+    if not isinstance(rendered, str):
+        raise TypeError(f"the tokenizer's apply_chat_template returns no text but {type(rendered).__name__}")
+    return rendered
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from tinsmith.chat.format import FAULTS, MessageFormat, tokenizing
+from tinsmith.chat.format import FAULTS, MessageFormat, own_rendering, tokenizing
 from tinsmith.chat.tools import CallForm, form_of
 from tinsmith.errors import UserError, translated
 
@@ -34,7 +35,10 @@ class ChatFormat(MessageFormat):
         settings = _read_json(source, "tokenizer_config.json")
         names = {name: text for name in _SPECIAL if (text := _content(settings.get(name)))}
         templates = _templates(source, settings)
-        image_id = _read_json(source, "config.json").get("image_token_id")
+        config = _read_json(source, "config.json")
+        self._unread = own_rendering(settings.get("auto_map") or config.get("auto_map"), partial(_read_text, source))
+        """The model's code that renders conversations in place of its template, and that no server runs."""
+        image_id = config.get("image_token_id")
         image_token = "" if image_id is None else self.tokenizer.id_to_token(image_id) or ""
         added = self.tokenizer.get_added_tokens_decoder()
         super().__init__(tokenizing(self.tokenizer), added, templates, names, image_token=image_token)
@@ -71,6 +75,12 @@ class ChatFormat(MessageFormat):
         `begun` is the beginning of the answer.
         Raises UserError for messages that the template refuses, or is not made for.
         """
+        if self._unread is not None:
+            raise UserError(
+                f"model: {self.source} renders conversations with code of its own ({self._unread}), which is not run "
+                "here; send completions the tokens of its apply_chat_template, or, if its template alone says the "
+                "same, remove auto_map from its tokenizer_config.json"
+            )
         if not self._templates:
             raise UserError(f"model: {self.source} has no chat template; use completions, or a model that can chat")
         with translated(FAULTS, UserError, lambda error: f"messages: the chat template cannot render them: {error}"):
@@ -112,9 +122,14 @@ def _file(source: str, name: str) -> Path | None:
     return None
 
 
-def _read_json(source: str, name: str) -> dict[str, Any]:
+def _read_text(source: str, name: str) -> str | None:
     path = _file(source, name)
-    return {} if path is None else dict(json.loads(path.read_text(encoding="utf-8")))
+    return None if path is None else path.read_text(encoding="utf-8")
+
+
+def _read_json(source: str, name: str) -> dict[str, Any]:
+    text = _read_text(source, name)
+    return {} if text is None else dict(json.loads(text))
 
 
 def _content(token: Any) -> str:
@@ -124,9 +139,9 @@ def _content(token: Any) -> str:
 
 def _templates(source: str, settings: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name; most models have one, `default`."""
-    path = _file(source, "chat_template.jinja")
-    if path is not None:
-        return {"default": path.read_text(encoding="utf-8")}
+    text = _read_text(source, "chat_template.jinja")
+    if text is not None:
+        return {"default": text}
     found = settings.get("chat_template") or _read_json(source, "chat_template.json").get("chat_template")
     if isinstance(found, list):
         return {each["name"]: each["template"] for each in found}

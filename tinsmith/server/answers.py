@@ -26,8 +26,8 @@ from tinsmith.wire import tinker_pb2
 class AnswerPart:
     """A part of an answer, or all of it."""
 
-    text: str
-    calls: Sequence[ToolCall]
+    said: Sequence[str | ToolCall]
+    """Its texts and calls, in order."""
     tokens: Sequence[int]
     """Those that were sampled, with the one that ended the answer."""
     logprobs: Sequence[float]
@@ -35,10 +35,20 @@ class AnswerPart:
     top: Sequence[Sequence[tuple[int, float]]] = ()
     """[tokens] the likeliest tokens at each place, if they were asked for."""
 
+    @property
+    def text(self) -> str:
+        """Its texts, joined."""
+        return "".join(each for each in self.said if isinstance(each, str))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Its calls alone."""
+        return [each for each in self.said if isinstance(each, ToolCall)]
+
     def joined(self, more: "AnswerPart") -> "AnswerPart":
         """This part and the one behind it."""
         tokens, logprobs = [*self.tokens, *more.tokens], [*self.logprobs, *more.logprobs]
-        return AnswerPart(self.text + more.text, [*self.calls, *more.calls], tokens, logprobs, [*self.top, *more.top])
+        return AnswerPart([*self.said, *more.said], tokens, logprobs, [*self.top, *more.top])
 
 
 class GrowingAnswer:
@@ -63,19 +73,19 @@ class GrowingAnswer:
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> AnswerPart:
         """Return what is certain now and was not before."""
         text = self._text.add(tokens)
-        return self._divided([text] if self._tools is None else self._tools.add(text), tokens, logprobs)
+        return self._part([text] if self._tools is None else self._tools.add(text), tokens, logprobs)
 
     def end(self) -> AnswerPart:
         """Return what was held back, when no more tokens come."""
         text = self._text.end()
-        return self._divided([text] if self._tools is None else [*self._tools.add(text), *self._tools.end()])
+        return self._part([text] if self._tools is None else [*self._tools.add(text), *self._tools.end()])
 
-    def _divided(
-        self, found: Sequence[str | ToolCall], tokens: Sequence[int] = (), logprobs: Sequence[float] = ()
+    def _part(
+        self, said: Sequence[str | ToolCall], tokens: Sequence[int] = (), logprobs: Sequence[float] = ()
     ) -> AnswerPart:
-        calls = [each for each in found if isinstance(each, ToolCall)]
-        self.calls += len(calls)
-        return AnswerPart("".join(each for each in found if isinstance(each, str)), calls, tokens, logprobs)
+        part = AnswerPart(said, tokens, logprobs)
+        self.calls += len(part.calls)
+        return part
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ class SampledAnswers:
     """The result of a sample."""
 
     sequences: Sequence[AnswerPart]
-    """Tokens, log-probabilities and likeliest tokens of each; no text."""
+    """Tokens, log-probabilities and likeliest tokens of each; nothing said."""
     reasons: Sequence[str]
     """`stop` or `length`."""
     used: Used
@@ -95,7 +105,7 @@ class SampledAnswers:
         pieces, reasons = [], []
         for sequence in response.sequences:
             tokens, logprobs = np.frombuffer(sequence.tokens, "<i4"), np.frombuffer(sequence.logprobs, "<f4")
-            pieces.append(AnswerPart("", (), tokens.tolist(), logprobs.tolist(), _top(sequence.topk_sampled_logprobs)))
+            pieces.append(AnswerPart((), tokens.tolist(), logprobs.tolist(), _top(sequence.topk_sampled_logprobs)))
             reasons.append("stop" if sequence.stop_reason == tinker_pb2.STOP_REASON_STOP else "length")
         return cls(pieces, reasons, Used(**used))
 

@@ -1,4 +1,4 @@
-"""Keeps the chat formats of base models, and ids for answers, for applications that use OpenAI's API."""
+"""Keeps what the answers to applications share: chat formats of base models, ids, and the number of open streams."""
 
 import asyncio
 import itertools
@@ -10,7 +10,7 @@ from tinsmith.store import ids
 
 
 class Applications:
-    """Chat formats of the base models, and ids for answers."""
+    """Chat formats of the base models, ids for answers, and the number of those that are streamed."""
 
     def __init__(self) -> None:
         self._formats: dict[str, asyncio.Task[ChatFormat]] = {}
@@ -18,6 +18,8 @@ class Applications:
         self._sessions: dict[str, str] = {}
         """The session of each tenant under which its answers are limited and metered. Clients do not see it."""
         self._numbers = itertools.count(1)
+        self.streams = 0
+        """Begun streams that wait for more tokens: one whose client does not read slows no other."""
 
     def new_answer(self, tenant: str) -> tuple[str, int]:
         """The id of what a new answer belongs to, and its number there."""

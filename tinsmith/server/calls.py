@@ -266,19 +266,22 @@ async def answer_end(hub: Hub, request_id: str) -> SampleDone:
             raise EngineUnavailableError("the server stops; send the request again when it is back")
 
 
-async def answer_tokens(hub: Hub, request_id: str, seen: int) -> tuple[Sequence[StreamedTokens], SampleDone | None]:
-    """The tokens of a streamed sample behind the `seen` first events, as soon as there are some; and its end.
+async def answer_tokens(
+    hub: Hub, request_id: str, seen: int, pause_s: float = 0.0
+) -> tuple[Sequence[StreamedTokens], SampleDone | None]:
+    """The tokens of a streamed sample behind the `seen` first events, and its end as soon as it has ended.
 
-    Raises its error, or EngineUnavailableError if it is lost.
+    Until then it waits for tokens, and for `pause_s`. Raises the sample's error behind its last tokens, or
+    EngineUnavailableError if it is lost.
     """
     sample = hub.samples.find(request_id)
     if sample is None or sample.stream is None:
         raise EngineUnavailableError(_LOST)
-    events = await _given_up_if_cancelled(hub, request_id, sample.stream.after(seen))
+    events = await _given_up_if_cancelled(hub, request_id, sample.stream.after(seen, pause_s))
+    if isinstance(sample.outcome, SampleDone):
+        return events, sample.outcome
     if events:
         return events, None
-    if isinstance(sample.outcome, SampleDone):
-        return [], sample.outcome
     raise EngineUnavailableError(_LOST) if sample.outcome is None else error_of(sample.outcome)
 
 

@@ -13,8 +13,6 @@ from tinsmith.server.answers import AnswerPart, GrowingAnswer, SampledAnswers, e
 from tinsmith.server.replies import anthropic_error
 from tinsmith.store.records import Used
 
-_NOTHING = AnswerPart("", (), (), ())
-
 
 @dataclass
 class MessageForm:
@@ -34,9 +32,7 @@ class MessageForm:
     def reply(self, answers: Sequence[GrowingAnswer], ended: SampledAnswers) -> dict[str, Any]:
         answer, sampled = answers[0], ended.sequences[0]
         piece = answer.add(sampled.tokens, sampled.logprobs).joined(answer.end())
-        content = [{"type": "text", "text": piece.text}] if piece.text or not piece.calls else []
-        content += [_call(call) | {"input": orjson.loads(call.arguments)} for call in piece.calls]
-        return self._message(content, _usage(ended.used)) | _ending(answer, ended.reasons[0])
+        return self._message(_blocks(piece), _usage(ended.used)) | _ending(answer, ended.reasons[0])
 
     def part(self, index: int, answer: GrowingAnswer, piece: AnswerPart) -> bytes:
         events = []
@@ -45,15 +41,16 @@ class MessageForm:
             usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
             message = self._message([], usage) | {"stop_reason": None, "stop_sequence": None}
             events.append(_event("message_start", message=message))
-        if piece.text:
+        for said in filter(None, piece.said):
+            if isinstance(said, ToolCall):
+                events += [self._stop(), self._start(_call(said) | {"input": {}})]
+                events.append(self._delta({"type": "input_json_delta", "partial_json": said.arguments}))
+                events.append(_event("content_block_stop", index=self._blocks - 1))
+                continue
             if not self._in_text:
                 events.append(self._start({"type": "text", "text": ""}))
                 self._in_text = True
-            events.append(self._delta({"type": "text_delta", "text": piece.text}))
-        for call in piece.calls:
-            events += [self._stop(), self._start(_call(call) | {"input": {}})]
-            events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
-            events.append(_event("content_block_stop", index=self._blocks - 1))
+            events.append(self._delta({"type": "text_delta", "text": said}))
         return b"".join(events)
 
     def end(self, answers: Sequence[GrowingAnswer], ended: SampledAnswers) -> bytes:
@@ -80,6 +77,19 @@ class MessageForm:
         """End the text that goes on, if there is one."""
         goes_on, self._in_text = self._in_text, False
         return _event("content_block_stop", index=self._blocks - 1) if goes_on else b""
+
+
+def _blocks(piece: AnswerPart) -> list[dict[str, Any]]:
+    """The texts and calls of a message, in the order in which a stream tells them."""
+    blocks: list[dict[str, Any]] = []
+    for said in filter(None, piece.said):
+        if isinstance(said, ToolCall):
+            blocks.append(_call(said) | {"input": orjson.loads(said.arguments)})
+        elif blocks and blocks[-1]["type"] == "text":
+            blocks[-1]["text"] += said
+        else:
+            blocks.append({"type": "text", "text": said})
+    return blocks or [{"type": "text", "text": ""}]
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

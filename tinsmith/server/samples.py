@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tinsmith.config import ServerConfig
@@ -45,7 +46,7 @@ class _Stream:
 
     def __init__(self) -> None:
         self.events: list[StreamedTokens] = []
-        self.ended = False
+        self._ended = asyncio.Event()
         self._changed = asyncio.Event()
 
     def add(self, event: StreamedTokens) -> None:
@@ -53,16 +54,22 @@ class _Stream:
         self._wake()
 
     def end(self) -> None:
-        self.ended = True
+        self._ended.set()
         self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def after(self, seen: int) -> list[StreamedTokens]:
-        """Those behind the `seen` first ones, as soon as there are some; none at the end."""
-        while len(self.events) == seen and not self.ended:
+    async def after(self, seen: int, pause_s: float = 0.0) -> list[StreamedTokens]:
+        """Those behind the `seen` first ones, when there are some and `pause_s` is over; at the end at once, or none.
+
+        No token wakes up a reader that pauses.
+        """
+        if pause_s > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), pause_s)
+        while len(self.events) == seen and not self._ended.is_set():
             await self._changed.wait()
         return self.events[seen:]
 

@@ -73,7 +73,10 @@ async def external_weights_upload_start(request: Request) -> Response:
 
 @router.put("/upload/{upload_id}/{file}")
 async def upload_file(request: Request, upload_id: str, file: str) -> Response:
-    """Take one file, which replaces one of the same name."""
+    """Take one file, which replaces one of the same name.
+
+    If its client goes away or stalls (`connection_idle_s`), or its upload expires, nothing of it is kept.
+    """
     front = front_of(request)
     asked = parse_query(DownloadQuery, request.query_params)
     front.signer.check(asked.signature, asked.expires, _UPLOAD, upload_id, file)
@@ -85,6 +88,10 @@ async def upload_file(request: Request, upload_id: str, file: str) -> Response:
             received += len(sent)
             if received > size:
                 break
+            if upload.expires <= time.time():
+                raise UserError(
+                    f"{file}: the upload has expired while this came; start another one, and send it faster"
+                )
             part += sent
             if len(part) >= _PART_BYTES:
                 await asyncio.to_thread(written.write, part)
