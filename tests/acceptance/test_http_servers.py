@@ -26,7 +26,7 @@ from tests.acceptance.raw import GOOD, RawModel
 from tests.acceptance.talking import RAW_STEP, datum, text_input, train
 from tests.acceptance.test_keys import add_key, used
 from tests.databases import run_sql
-from tests.extent import amount
+from tests.extent import amount, slow
 from tests.running import START_S, Server, tinsmith_here
 
 COUNT = 3
@@ -199,6 +199,7 @@ def test_one_that_is_started_again_answers_nothing_before_it_knows_the_base_mode
             assert [each["model_name"] for each in asked.result().json()["supported_models"]] == ["text"]
 
 
+@pytest.mark.parametrize("database", ["sqlite", *slow("postgresql")], indirect=True)  # above with both
 def test_http_servers_that_are_killed_lose_nothing(
     text_only: list[str], tmp_path: Path, database: Callable[[Path], object]
 ) -> None:
