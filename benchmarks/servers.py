@@ -64,10 +64,10 @@ def _wait_for(address: str) -> None:
 
 
 @contextmanager
-def training_client(url: str, rank: int = 8, api_key: str = API_KEY) -> Iterator[tinker.TrainingClient]:
-    """A new LoRA model on the server at `url`."""
+def training_client(url: str, api_key: str = API_KEY) -> Iterator[tinker.TrainingClient]:
+    """A new LoRA model of rank 8 on the server at `url`."""
     with tinker.ServiceClient(base_url=url, api_key=api_key) as service:
-        yield service.create_lora_training_client(base_model=BASE_MODEL, rank=rank, seed=0).result()
+        yield service.create_lora_training_client(base_model=BASE_MODEL, rank=8, seed=0).result()
 
 
 def sdk_datum(tokens: NDArray[np.int32]) -> types.Datum:

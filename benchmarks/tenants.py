@@ -8,20 +8,19 @@
 Run it with: taskset -c 0,1 python -m benchmarks.tenants
 """
 
-import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import httpx
 import tinker
 from tinker import types
 
+from benchmarks.four_models import STEP, steps_per_s
 from benchmarks.servers import BASE_MODEL, random_datums, training_client
 from benchmarks.sft_step import VOCABULARY
 from benchmarks.timing import report, seconds
@@ -31,9 +30,8 @@ from tinsmith.store.keys import add_key
 from tinsmith.store.records import ApiKey
 from tinsmith.store.store import Store
 
-TENANTS, WARM_UP, STEPS, ROUNDS = 8, 3, 20, 3
+TENANTS, STEPS, ROUNDS = 8, 20, 3
 WAITING, SAMPLES, PASS_TOKENS = 2000, 20, 1024
-STEP = types.AdamParams(learning_rate=1e-4)
 LONG = types.SamplingParams(max_tokens=2000, stop=[])
 FIRST = types.SamplingParams(max_tokens=1)
 
@@ -53,41 +51,11 @@ def shared_server(tenants: int, *options: str, hidden: int = 64, layers: int = 2
             yield server.url, keys
 
 
-def train(url: str, key: str, start: Barrier, end: Barrier) -> None:
-    """One process: a model of its own, and steps between the two barriers."""
-    data = random_datums([32], VOCABULARY)
-    with training_client(url, api_key=key) as client:
-
-        def steps(count: int) -> None:
-            for _ in range(count):
-                futures = client.forward_backward(data, "cross_entropy"), client.optim_step(STEP)
-                for future in futures:
-                    future.result()
-
-        steps(WARM_UP)
-        start.wait()
-        steps(STEPS)
-        end.wait()
-
-
-def steps_per_s(url: str, keys: list[str]) -> float:
-    """Of all tenants together, from the moment when all are warm until the last has finished."""
-    context = multiprocessing.get_context("spawn")
-    start, end = context.Barrier(len(keys) + 1), context.Barrier(len(keys) + 1)
-    workers = [context.Process(target=train, args=(url, key, start, end)) for key in keys]
-    for worker in workers:
-        worker.start()
-    start.wait(timeout=120)
-    elapsed = seconds(lambda: end.wait(timeout=300))
-    for worker in workers:
-        worker.join()
-    return len(keys) * STEPS / elapsed
-
-
 def eight_at_once() -> None:
     """Measure and print the first line."""
+    data = random_datums([32], VOCABULARY)
     with shared_server(TENANTS, hidden=512, layers=8) as (url, keys):
-        rounds = [(steps_per_s(url, keys), steps_per_s(url, keys[:1])) for _ in range(ROUNDS)]
+        rounds = [tuple(steps_per_s(url, some, data, STEPS) for some in (keys, keys[:1])) for _ in range(ROUNDS)]
     eight, one = (statistics.median(column) for column in zip(*rounds, strict=True))
     ratio = statistics.median(mine / its for mine, its in rounds)
     load = os.getloadavg()[0]

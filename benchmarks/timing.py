@@ -27,6 +27,6 @@ def in_turn(*actions: Callable[[], object], rounds: int = 3, repeats: int = 1) -
 
 
 def report(figure: str, measured: float, wanted: str, **details: float) -> None:
-    """The line of one figure: `figure=forward_latency measured=7.4 wanted="at most 8 ms" p90=9.1`."""
+    """The line of one figure: `figure=forward_latency_ms measured=7.4 wanted="at most 8 ms" p90=9.1`."""
     rest = "".join(f" {name}={value:.4g}" for name, value in details.items())
     print(f'figure={figure} measured={measured:.4g} wanted="{wanted}"{rest}', flush=True)

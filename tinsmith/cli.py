@@ -630,12 +630,11 @@ def export_checkpoint(
     from tinsmith.commands.exchange import export_checkpoint
 
     export_checkpoint(data_dir, path, directory, merge, gguf, base_model)
-    kind = f"{'the model' if merge else 'the adapter'} in GGUF" if gguf else _export_kind(merge)
+    if gguf:
+        kind = f"{'the model' if merge else 'the adapter'} in GGUF"
+    else:
+        kind = "a transformers model" if merge else "a PEFT adapter"
     typer.echo(f"wrote {kind} to {directory}")
-
-
-def _export_kind(merge: bool) -> str:
-    return "a transformers model" if merge else "a PEFT adapter"
 
 
 def _require_exportable(data_dir: Path, path: str, merge: bool, gguf: bool, base_model: str | None) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 import tinker
 from tinker import types
 
@@ -25,7 +26,7 @@ from tests.acceptance.raw import GOOD, RawModel
 from tests.acceptance.talking import RAW_STEP, datum, text_input, train
 from tests.acceptance.test_keys import add_key, used
 from tests.databases import run_sql
-from tests.extent import amount
+from tests.extent import amount, slow
 from tests.running import START_S, Server, tinsmith_here
 
 COUNT = 3
@@ -154,28 +155,51 @@ def rounds(
     return losses, tokens
 
 
-def test_applications_get_the_same_answer_of_each(text_only: list[str], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def several(text_only: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with ready(tmp_path_factory.mktemp("several"), *text_only, *SERVERS) as running:
+        yield running
+
+
+def test_applications_get_the_same_answer_of_each(several: Server) -> None:
     """Whole or streamed; and the sample of one that goes away is given up, wherever it asked."""
     asked = {"model": "text", "prompt": "hello", "max_tokens": 20, "temperature": 0.0}
-    with ready(tmp_path, *text_only, *SERVERS) as server, each_of(server) as clients:
-        answers = [http.post(f"{server.url}/v1/completions", json=asked).json() for http in clients]
+    with each_of(several) as clients:
+        answers = [http.post(f"{several.url}/v1/completions", json=asked).json() for http in clients]
         texts = [answer["choices"][0]["text"] for answer in answers]
         assert texts == [texts[0]] * COUNT
         assert texts[0]
         for http in clients:
-            with http.stream("POST", f"{server.url}/v1/completions", json=asked | {"stream": True}) as reply:
+            with http.stream("POST", f"{several.url}/v1/completions", json=asked | {"stream": True}) as reply:
                 events = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
             assert events.pop() == "[DONE]"
             assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == texts[0]
         long = asked | {"stream": True, "max_tokens": 900, "n": 32}
-        with clients[0].stream("POST", f"{server.url}/v1/completions", json=long) as reply:
+        with clients[0].stream("POST", f"{several.url}/v1/completions", json=long) as reply:
             assert next(reply.iter_lines())
         given_up = time.monotonic()
-        while "tinsmith_pending_samples 0.0" not in httpx.get(f"{server.url}/metrics").text:
+        while "tinsmith_pending_samples 0.0" not in httpx.get(f"{several.url}/metrics").text:
             assert time.monotonic() < given_up + START_S
             time.sleep(0.1)
 
 
+def test_one_that_is_started_again_answers_nothing_before_it_knows_the_base_models(several: Server) -> None:
+    """Here the server that could tell it is stopped: a client waits, and is not refused."""
+    with several.client() as http:
+        old = several.http_pids(COUNT)
+        for pid in old:
+            os.kill(pid, signal.SIGKILL)
+        while set(several.http_pids(COUNT)) & set(old):
+            time.sleep(0.01)
+        os.kill(several.pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(http.get, "get_server_capabilities")
+            assert not wait([asked], timeout=5).done
+            os.kill(several.pid, signal.SIGCONT)
+            assert [each["model_name"] for each in asked.result().json()["supported_models"]] == ["text"]
+
+
+@pytest.mark.parametrize("database", ["sqlite", *slow("postgresql")], indirect=True)  # above with both
 def test_http_servers_that_are_killed_lose_nothing(
     text_only: list[str], tmp_path: Path, database: Callable[[Path], object]
 ) -> None:
@@ -290,21 +314,3 @@ def test_limits_of_a_tenant_hold_over_all_http_servers(text_only: list[str], tmp
         deadline = time.monotonic() + START_S
         while {http.get("get_server_capabilities").status_code for http in clients} != {401}:
             assert time.monotonic() < deadline
-
-
-def test_one_that_is_started_again_answers_nothing_before_it_knows_the_base_models(
-    text_only: list[str], tmp_path: Path
-) -> None:
-    """Here the server that could tell it is stopped: a client waits, and is not refused."""
-    with ready(tmp_path, *text_only, "--http-servers", "2") as server, server.client() as http:
-        old = server.http_pids(2)
-        for pid in old:
-            os.kill(pid, signal.SIGKILL)
-        while set(server.http_pids(2)) & set(old):
-            time.sleep(0.01)
-        os.kill(server.pid, signal.SIGSTOP)
-        with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(http.get, "get_server_capabilities")
-            assert not wait([asked], timeout=5).done
-            os.kill(server.pid, signal.SIGCONT)
-            assert [each["model_name"] for each in asked.result().json()["supported_models"]] == ["text"]

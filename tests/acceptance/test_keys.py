@@ -62,7 +62,8 @@ def used(server: Server, key: str, kinds: set[str]) -> dict[str, int]:
 def test_two_teams_share_a_server_and_nothing_else_until_it_is_published(text_only: list[str], tmp_path: Path) -> None:
     keys = [add_key(tmp_path / "data", name) for name in ("vision", "speech")]
     assert all(key.startswith("tml-") for key in keys)
-    with ready(tmp_path, *text_only) as server:
+    with ready(tmp_path, *text_only, "--host", "0.0.0.0") as server:
+        assert server.client().get("training_runs").status_code == 401
         with client(server, keys[0]) as vision, client(server, keys[1]) as speech:
             _, path = trained(vision)
             for foreign in (path, path.replace(":train:", "0:train:")):
@@ -133,9 +134,6 @@ def test_without_keys_a_server_serves_this_machine_only(text_only: list[str], tm
     refused = tinsmith("serve", *text_only, "--data-dir", str(tmp_path), "--port", "0", "--host", "0.0.0.0")
     assert refused.returncode == 2
     assert "host=0.0.0.0 can be reached from other machines, and there are no API keys" in refused.stderr
-    add_key(tmp_path / "data", "team")
-    with ready(tmp_path, *text_only, "--host", "0.0.0.0") as server:
-        assert server.client().get("training_runs").status_code == 401
 
 
 def certificate() -> tuple[bytes, bytes]:

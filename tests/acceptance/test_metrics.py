@@ -172,16 +172,15 @@ def test_refusals_are_counted_by_reason(server: Server) -> None:
     assert (refused("not_found", "404"), refused("user", "400")) == (before[0] + 1, before[1] + 1)
 
 
-def test_metrics_have_an_address_of_their_own_if_wanted(text_only: list[str], tmp_path: Path) -> None:
-    with ready(tmp_path, *text_only, "--metrics-address", "127.0.0.1:0") as server:
+def test_metrics_have_an_address_of_their_own_and_the_log_is_json_with_ids_if_wanted(
+    text_only: list[str], tmp_path: Path
+) -> None:
+    options = ["--metrics-address", "127.0.0.1:0", "--log-format", "json"]
+    with ready(tmp_path, *text_only, *options) as server:
         server.wait_for_log("metrics at http://")
         address = server.log.read_text().partition("metrics at ")[2].partition("/metrics")[0]
         assert total(numbers(address), "tinsmith_engine_ready") == 1
         assert httpx.get(f"{address}/api/v1/status").status_code == 404
-
-
-def test_the_log_is_json_if_wanted_with_the_ids_of_each_operation(text_only: list[str], tmp_path: Path) -> None:
-    with ready(tmp_path, *text_only, "--log-format", "json") as server:
         with connect(server) as service:
             model_id = train(service, "text", rank=8).model_id
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]

@@ -15,6 +15,7 @@ from sqlalchemy import select
 from torch import Tensor
 
 from tests.engine.here import Here
+from tests.extent import slow
 from tinsmith.engine.history import Stepped
 from tinsmith.errors import StoreUnavailableError
 from tinsmith.protocol.serving import Done, EndSession, Ready, Recovering, Sample, SampleFailed
@@ -23,7 +24,11 @@ from tinsmith.store.files import kept_copies
 from tinsmith.store.records import Command, Model, SamplingSession
 from tinsmith.store.schema import commands
 
-pytestmark = pytest.mark.usefixtures("database")
+# Of the engine, `test_saves.py` and `test_database_trouble.py` always run on both databases
+pytestmark = [
+    pytest.mark.usefixtures("database"),
+    pytest.mark.parametrize("database", ["sqlite", *slow("postgresql")], indirect=True),
+]
 
 REASON = "the worker process ended unexpectedly (signal 9)"
 LENGTHS = [30, 20, 30]

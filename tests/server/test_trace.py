@@ -15,7 +15,7 @@ from tests.server.test_tenants import key, speaking
 from tinsmith.errors import ConfigError
 from tinsmith.observing.spans import DEVICE, OPERATIONS, PASSES, SAMPLES, Span
 from tinsmith.protocol.serving import Status
-from tinsmith.server.trace import KEPT_S, WAITING, Exporter, Trace, perfetto
+from tinsmith.server.trace import KEPT_S, Exporter, Trace, perfetto
 from tinsmith.store.keys import add_key
 
 NOW = time.time()
@@ -129,12 +129,15 @@ def test_a_collector_that_has_no_url_is_refused() -> None:
         Exporter("127.0.0.1:4318")
 
 
-def test_a_collector_that_does_not_answer_stops_nobody_and_takes_no_memory() -> None:
+def test_a_collector_that_does_not_answer_stops_nobody_and_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.server.trace.SEND_S", 0.1)  # each batch of the library is tried for so long
+    waiting = 512
+    monkeypatch.setattr("tinsmith.server.trace.WAITING", waiting)  # three times as many overflow the library's queue
     exporter = Exporter("http://127.0.0.1:9")
     started = time.monotonic()
-    for number in range(3 * WAITING):
+    for number in range(3 * waiting):
         exporter.take([("backward", PASSES, NOW, 1.0, {"requests": [f"s:train:0/{number}"], "tokens": 1})])
         exporter.take([OPERATION])
-    assert len(exporter._passes) == WAITING
+    assert len(exporter._passes) == waiting
     assert time.monotonic() - started < 60
     exporter.close()

@@ -43,44 +43,43 @@ INFLIGHT = {"sampling_session_seq_id": 4, "kind": "inflight"}
 LOAD: dict[str, Any] = {"path": "tinker://x/weights/a", "optimizer": True}
 
 
+OTHER_OPERATIONS: list[tuple[tuple[str, Any], tuple[str, Any]]] = [
+    (("optim_step", STEP), ("optim_step", STEP | {"adam_params": {"learning_rate": 0.2}})),
+    (("optim_step", {}), ("save_weights", {})),
+    (("save_weights", {"path": "a"}), ("save_weights", {"path": "b"})),
+    (("save_weights_external", {"path": "a"}), ("save_weights", {"path": "a"})),
+    (("save_weights_for_sampler", {"path": "a"}), ("save_weights_for_sampler", {"sampling_session_seq_id": 3})),
+    (
+        ("save_weights_for_sampler", {"sampling_session_seq_id": 4, "kind": "snapshot"}),
+        ("save_weights_for_sampler", INFLIGHT),
+    ),
+    (("load_weights", LOAD), ("load_weights", LOAD | {"optimizer": False})),
+    (("forward_backward", b""), ("forward_backward", b"\x30\x01")),
+    (("forward_backward", b""), ("optim_step", STEP)),
+    (("forward_backward", b"\x1a\x00" * 5000), ("forward_backward", b"\x1a\x00" * 5001)),
+]
+"""What is sent first, and what comes with the same key."""
+
+
 @pytest.mark.parametrize("ended", [False, True], ids=["queued", "done"])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (("optim_step", STEP), ("optim_step", STEP | {"adam_params": {"learning_rate": 0.2}})),
-        (("optim_step", {}), ("save_weights", {})),
-        (("save_weights", {"path": "a"}), ("save_weights", {"path": "b"})),
-        (("save_weights_external", {"path": "a"}), ("save_weights", {"path": "a"})),
-        (("save_weights_for_sampler", {"path": "a"}), ("save_weights_for_sampler", {"sampling_session_seq_id": 3})),
-        (
-            ("save_weights_for_sampler", {"sampling_session_seq_id": 4, "kind": "snapshot"}),
-            ("save_weights_for_sampler", INFLIGHT),
-        ),
-        (("load_weights", LOAD), ("load_weights", LOAD | {"optimizer": False})),
-        (("forward_backward", b""), ("forward_backward", b"\x30\x01")),
-        (("forward_backward", b""), ("optim_step", STEP)),
-        (("forward_backward", b"\x1a\x00" * 5000), ("forward_backward", b"\x1a\x00" * 5001)),
-    ],
-)
-async def test_a_key_belongs_to_one_operation(
-    server: Served, first: tuple[str, Any], second: tuple[str, Any], ended: bool
-) -> None:
-    model_id = await server.new_model()
+async def test_a_key_belongs_to_one_operation(server: Served, ended: bool) -> None:
     server.save(LOAD["path"])
 
-    async def post(path: str, body: Any) -> httpx.Response:
+    async def post(model_id: str, path: str, body: Any) -> httpx.Response:
         if isinstance(body, bytes):
             return await server.train(forward_backward_body(model_id, 1) + body)
         return await server.post(path, {"model_id": model_id, "seq_id": 1} | body)
 
-    accepted = await post(*first)
-    if ended:
-        server.end(f"{model_id}/1")
-    logged = "rejected" if b"\x1a\x00" * 2 in (first[1] or b"") else first[0]
-    reason = refused(await post(*second))  # 400, which the SDK raises at once
-    assert all(part in reason for part in (f"{model_id}/1 is {logged}", "came as"))
-    repeated = await post(*first)
-    assert (repeated.status_code, repeated.json()) == (200, accepted.json())
+    for first, second in OTHER_OPERATIONS:
+        model_id = await server.new_model()
+        accepted = await post(model_id, *first)
+        if ended:
+            server.end(f"{model_id}/1")
+        logged = "rejected" if b"\x1a\x00" * 2 in (first[1] or b"") else first[0]
+        reason = refused(await post(model_id, *second))  # 400, which the SDK raises at once
+        assert all(part in reason for part in (f"{model_id}/1 is {logged}", "came as")), (first, second)
+        repeated = await post(model_id, *first)
+        assert (repeated.status_code, repeated.json()) == (200, accepted.json()), first
 
 
 async def test_a_model_seq_id_belongs_to_one_model(server: Served) -> None:
@@ -142,9 +141,7 @@ async def test_of_many_compressed_bodies_one_is_unpacked_at_a_time(server: Serve
     assert peak_bytes(parser.pid) - before < 3 * unpacked_mib * 2**20  # the pieces and the whole of one
 
 
-@pytest.mark.parametrize(
-    "path", ["create_session", "create_model", "optim_step", "save_weights", "get_info", "session_heartbeat"]
-)
-async def test_a_json_body_is_not_parsed_beyond_its_limit(server: Served, path: str) -> None:
-    reason = await server.refusal(path, {"user_metadata": {"x": "a" * 2**17}}, 413)
-    assert reason == "the body is larger than 131072 bytes (max_json_kib); send smaller requests"
+async def test_a_json_body_is_not_parsed_beyond_its_limit(server: Served) -> None:
+    for path in ("create_session", "create_model", "optim_step", "save_weights", "get_info", "session_heartbeat"):
+        reason = await server.refusal(path, {"user_metadata": {"x": "a" * 2**17}}, 413)
+        assert reason == "the body is larger than 131072 bytes (max_json_kib); send smaller requests", path

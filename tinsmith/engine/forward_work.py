@@ -33,9 +33,6 @@ class ForwardQueues(dict[str, deque[ForwardOperation]]):
     def add(self, operation: ForwardOperation) -> None:
         self.setdefault(operation.command.model_id, deque()).append(operation)
 
-    def add_first(self, operation: ForwardOperation) -> None:
-        self.setdefault(operation.command.model_id, deque()).appendleft(operation)
-
     def asked(self, message: Prepared | PrepareFailed) -> ForwardOperation | None:
         """Find the operation that this answers, unless it has ended, or was dropped and asked for again."""
         queue = self.get(message.operation.rpartition("/")[0], ())

@@ -55,7 +55,7 @@ def _summary(model: LoadedModel) -> dict[str, Any]:
     return {
         "base_model": model.base_model,
         "shape": asdict(model.shape),
-        "kept": [{"source": _source_to_json(kept.source), "mark": asdict(kept.mark)} for kept in history.kept],
+        "kept": [{"source": asdict(kept.source), "mark": asdict(kept.mark)} for kept in history.kept],
         "needed_from": history.kept[0].mark.seq_id,
         "state": history.state,
         "stepped_seq": history.stepped_seq,
@@ -71,10 +71,6 @@ def _summary(model: LoadedModel) -> dict[str, Any]:
         "stepped": model.stepped_seq,
         "told_of_empty_step": model.told_of_empty_step,
     }
-
-
-def _source_to_json(source: Fresh | Saved) -> dict[str, Any]:
-    return asdict(source)
 
 
 def _event_to_json(event: Event) -> dict[str, Any]:

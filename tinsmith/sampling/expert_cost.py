@@ -70,12 +70,12 @@ class ExpertCost:
         )
 
 
-def measure_cost(base: BaseModel, text: str = TEXT) -> ExpertCost:
+def measure_cost(base: BaseModel) -> ExpertCost:
     """Measure the cost of a base model's quantized experts. Reads its files once more.
 
     Raises ConfigError for files that have become unreadable.
     """
-    return cost_on(base, base.tokenizer(text)["input_ids"][: min(MOST, base.max_context)])
+    return cost_on(base, base.tokenizer(TEXT)["input_ids"][: min(MOST, base.max_context)])
 
 
 @torch.no_grad()

@@ -6,13 +6,10 @@ What comes in is bounded, and the oldest goes first: watching a server takes no 
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinsmith.errors import ConfigError
 from tinsmith.observing.spans import DEVICE, OPERATIONS, PASSES, SAMPLES, Span
-
-if TYPE_CHECKING:
-    pass
 
 KEPT_S = 600.0
 """Seconds for which spans are kept."""

@@ -58,11 +58,10 @@ CREATE INDEX IF NOT EXISTS recorded_session ON recorded (session_id);
 class RecordedSequences:
     """The records of one data directory, for any thread of one process."""
 
-    def __init__(self, data_dir: Path, max_bytes: float, lifetime_s: float = LIFETIME_S) -> None:
+    def __init__(self, data_dir: Path, max_bytes: float) -> None:
         """The least recently used go first. Raises ConfigError for a file that cannot be replaced."""
         self._path = data_dir / FILE_NAME
         self._max_bytes = max_bytes
-        self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
         trouble = self._named(ConfigError, "see to that, or delete it: what it records is lost then")
         with trouble, open_lock(data_dir / f"{FILE_NAME}.lock") as lock:  # several workers open it at the same time
@@ -72,7 +71,7 @@ class RecordedSequences:
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
         """Keep sequences by id. Raises StoreUnavailableError."""
-        expires_at = time.time() + self._lifetime_s
+        expires_at = time.time() + LIFETIME_S
         rows = [
             (
                 sequence_id,
@@ -109,7 +108,7 @@ class RecordedSequences:
                 )
                 for sequence_id, prompt_length, tokens, logprobs in rows
             }
-            connection.execute(f"UPDATE recorded SET expires_at = ? {which}", (now + self._lifetime_s, now, named))
+            connection.execute(f"UPDATE recorded SET expires_at = ? {which}", (now + LIFETIME_S, now, named))
             return found
 
         return self._transact(look)
