@@ -211,7 +211,10 @@ async def test_a_copy_of_a_cookie_is_worth_nothing_after_the_logout(
 async def test_keys_and_cookies_go_on_counting_while_the_database_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that need it say so and try again; others are shown. A cookie that nobody has seen is let in by nobody."""
+    """Pages that need it say so and try again; others are shown.
+
+    A cookie that nobody has seen lets nobody in, nor one whose login another process had ended.
+    """
     monkeypatch.setattr(tenants, "_STALE_S", 0.0)  # every request looks again
     people = {"Accept": "text/html"}
     with running() as cluster:
@@ -220,10 +223,12 @@ async def test_keys_and_cookies_go_on_counting_while_the_database_is_away(
         monkeypatch.setattr("tests.server.serving.Store.open", lambda data_dir: opened)
         async with served(tmp_path) as server:
             text = add_key(server.store, key("alice"))
-            value, unseen = (begin_login(server.store, key_id_of(server, "alice")) for _ in range(2))
+            value, unseen, ended = (begin_login(server.store, key_id_of(server, "alice")) for _ in range(3))
             seen = ({"X-API-Key": text}, {"Cookie": f"{COOKIE}={value}"})
-            for headers in seen:
+            for headers in ({"Cookie": f"{COOKIE}={ended}"}, *seen):
                 assert (await server.client.get("/samples.json", headers=headers)).status_code == 200
+            end_login(server.store, ended)
+            assert (await server.client.get("/samples.json", headers=seen[0])).status_code == 200
             cluster.stop()
             for headers in seen:
                 assert (await server.client.get("/samples", headers=headers | people)).status_code == 200
@@ -231,7 +236,7 @@ async def test_keys_and_cookies_go_on_counting_while_the_database_is_away(
                 assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
                 assert "The database is away" in reply.text
                 assert '<meta http-equiv="refresh" content="5">' in reply.text
-            for cookie in (unseen, "made-up"):
+            for cookie in (unseen, ended, "made-up"):
                 headers = {"Cookie": f"{COOKIE}={cookie}"}
                 assert (await server.client.get("/samples.json", headers=headers)).status_code == 503
             reply = await server.client.post("/login", data={"key": text}, headers=people)
