@@ -18,7 +18,17 @@ from tinsmith.server import console, live, tenants
 from tinsmith.server.live import LivePages
 from tinsmith.server.replies import UnauthorizedError
 from tinsmith.server.tenants import COOKIE, Tenants
-from tinsmith.store.keys import LOGIN_S, MOST_LOGINS, add_key, begin_login, end_login, find_login, list_keys, revoke_key
+from tinsmith.store.keys import (
+    LOGIN_S,
+    MOST_LOGINS,
+    add_key,
+    begin_login,
+    end_login,
+    find_login,
+    list_keys,
+    living_logins,
+    revoke_key,
+)
 from tinsmith.store.store import Store
 
 
@@ -288,9 +298,11 @@ def test_a_login_ends_after_a_month_and_when_there_are_too_many(
     assert [find_login(server.store, each) for each in (texts[0], texts[1], texts[-1])] == [None, "alice", "alice"]
     other = begin_login(server.store, "bob")
     assert find_login(server.store, texts[1]) == "alice"
+    assert living_logins(server.store, [texts[0], texts[1], other, "made-up"]) == {texts[1], other}
     now = time.time()
     monkeypatch.setattr("tinsmith.store.keys.time.time", lambda: now + LOGIN_S + 60)
     assert find_login(server.store, other) is None
+    assert living_logins(server.store, [other]) == set()
 
 
 async def test_pages_of_a_tenant_name_nothing_of_another(server: Served) -> None:
