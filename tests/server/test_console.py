@@ -18,7 +18,17 @@ from tinsmith.server import console, live, tenants
 from tinsmith.server.live import LivePages
 from tinsmith.server.replies import UnauthorizedError
 from tinsmith.server.tenants import COOKIE, Tenants
-from tinsmith.store.keys import LOGIN_S, MOST_LOGINS, add_key, begin_login, end_login, find_login, list_keys, revoke_key
+from tinsmith.store.keys import (
+    LOGIN_S,
+    MOST_LOGINS,
+    add_key,
+    begin_login,
+    end_login,
+    find_login,
+    list_keys,
+    living_logins,
+    revoke_key,
+)
 from tinsmith.store.store import Store
 
 
@@ -211,7 +221,10 @@ async def test_a_copy_of_a_cookie_is_worth_nothing_after_the_logout(
 async def test_keys_and_cookies_go_on_counting_while_the_database_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that need it say so and try again; others are shown. A cookie that nobody has seen is let in by nobody."""
+    """Pages that need it say so and try again; others are shown.
+
+    A cookie that nobody has seen lets nobody in, nor one whose login another process had ended.
+    """
     monkeypatch.setattr(tenants, "_STALE_S", 0.0)  # every request looks again
     people = {"Accept": "text/html"}
     with running() as cluster:
@@ -220,10 +233,12 @@ async def test_keys_and_cookies_go_on_counting_while_the_database_is_away(
         monkeypatch.setattr("tests.server.serving.Store.open", lambda data_dir: opened)
         async with served(tmp_path) as server:
             text = add_key(server.store, key("alice"))
-            value, unseen = (begin_login(server.store, key_id_of(server, "alice")) for _ in range(2))
+            value, unseen, ended = (begin_login(server.store, key_id_of(server, "alice")) for _ in range(3))
             seen = ({"X-API-Key": text}, {"Cookie": f"{COOKIE}={value}"})
-            for headers in seen:
+            for headers in ({"Cookie": f"{COOKIE}={ended}"}, *seen):
                 assert (await server.client.get("/samples.json", headers=headers)).status_code == 200
+            end_login(server.store, ended)
+            assert (await server.client.get("/samples.json", headers=seen[0])).status_code == 200
             cluster.stop()
             for headers in seen:
                 assert (await server.client.get("/samples", headers=headers | people)).status_code == 200
@@ -231,7 +246,7 @@ async def test_keys_and_cookies_go_on_counting_while_the_database_is_away(
                 assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
                 assert "The database is away" in reply.text
                 assert '<meta http-equiv="refresh" content="5">' in reply.text
-            for cookie in (unseen, "made-up"):
+            for cookie in (unseen, ended, "made-up"):
                 headers = {"Cookie": f"{COOKIE}={cookie}"}
                 assert (await server.client.get("/samples.json", headers=headers)).status_code == 503
             reply = await server.client.post("/login", data={"key": text}, headers=people)
@@ -283,9 +298,11 @@ def test_a_login_ends_after_a_month_and_when_there_are_too_many(
     assert [find_login(server.store, each) for each in (texts[0], texts[1], texts[-1])] == [None, "alice", "alice"]
     other = begin_login(server.store, "bob")
     assert find_login(server.store, texts[1]) == "alice"
+    assert living_logins(server.store, [texts[0], texts[1], other, "made-up"]) == {texts[1], other}
     now = time.time()
     monkeypatch.setattr("tinsmith.store.keys.time.time", lambda: now + LOGIN_S + 60)
     assert find_login(server.store, other) is None
+    assert living_logins(server.store, [other]) == set()
 
 
 async def test_pages_of_a_tenant_name_nothing_of_another(server: Served) -> None:

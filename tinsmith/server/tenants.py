@@ -19,7 +19,7 @@ from tinsmith.errors import BackpressureError, StoreUnavailableError, reported
 from tinsmith.server.async_store import Stored
 from tinsmith.server.replies import UnauthorizedError
 from tinsmith.store import ids
-from tinsmith.store.keys import begin_login, end_login, find_key, find_login, list_keys
+from tinsmith.store.keys import begin_login, end_login, find_key, find_login, list_keys, living_logins
 from tinsmith.store.records import LOCAL, ApiKey, Role
 from tinsmith.store.store import Store
 from tinsmith.store.usage import living_bytes
@@ -31,7 +31,8 @@ _FRESH_S = 1.0
 _STALE_S = 5.0
 """Seconds after which every request waits for the keys: a revoked one ends by then."""
 _KNOWN_OWNERS = 2**16
-_KNOWN_LOGINS = 4096
+_KNOWN_LOGINS = 1024
+"""They are looked up again with the keys; others are read for each request."""
 _BEARER = "bearer "
 COOKIE = "tinsmith_login"
 """The cookie of those who have logged in."""
@@ -70,14 +71,12 @@ class Tenants:
         self._read_at = -math.inf
         """Monotonic time."""
         self._reading: asyncio.Task[None] | None = None
-        self._is_away = False
-        """Whether the database could not be read when it was last asked for the keys."""
         self._owned: LRUCache[tuple[str | None, str], bool] = LRUCache(_KNOWN_OWNERS)
         """What was found to be a tenant's. A foreign id is looked up each time, as one that does not exist."""
         self._sessions: LRUCache[str, None] = LRUCache(_KNOWN_OWNERS)
         """Sessions of these."""
-        self._logins: LRUCache[str, tuple[str, float]] = LRUCache(_KNOWN_LOGINS)
-        """Of logins that were found: the key, by the part that is no secret, and when it was read (monotonic)."""
+        self._logins: LRUCache[str, str] = LRUCache(_KNOWN_LOGINS)
+        """Keys, by the part that is no secret, of logins that were found: as old as the keys."""
 
     async def caller(self, headers: Mapping[str, str]) -> Caller:
         """The client that sent these headers. Raises UnauthorizedError without a key that is valid here."""
@@ -103,17 +102,12 @@ class Tenants:
     async def _login(self, headers: Mapping[str, str]) -> str | None:
         """The key, by its part that is no secret, with which the browser that sent these headers is logged in."""
         text = _sent_cookie(headers)
-        known, read_at = self._logins.get(text, (None, -math.inf))
-        if not text or (known is not None and (self._is_away or time.monotonic() - read_at < _STALE_S)):
-            return known
-        # While the database cannot be read, the logins that were read before go on counting, as keys do
-        with reported(() if known is None else StoreUnavailableError, partial(log.warning, "%s")):
-            known = await self._store.read(find_login, text)
-            if known is None:
-                self._logins.pop(text, None)
-            else:
-                self._logins[text] = known, time.monotonic()
-        return known
+        found = self._logins.get(text)
+        if found is None and text:
+            found = await self._store.read(find_login, text)
+            if found is not None:
+                self._logins[text] = found
+        return found
 
     async def log_in(self, key: ApiKey) -> str:
         """Begin a login with a key; returns the value of its cookie."""
@@ -136,14 +130,14 @@ class Tenants:
         return self._keys or {}
 
     async def _read(self) -> None:
-        is_away = True
-        # While the database cannot be read, the keys that were read before go on counting
+        # While the database cannot be read, the keys and logins that were valid just before go on counting
         with reported(() if self._keys is None else StoreUnavailableError, partial(log.warning, "%s")):
             read = {key.key_id: key for key in await self._store.read(list_keys)}
             self._keys = read or self._keys or {}  # a table that lost its rows lets nobody in
             self._warn_of_unserved(self._keys.values())
-            is_away = False
-        self._is_away = is_away
+            if known := list(self._logins):
+                for text in set(known) - await self._store.read(living_logins, known):
+                    self._logins.pop(text, None)
         self._read_at = time.monotonic()
 
     def _warn_of_unserved(self, keys: Iterable[ApiKey]) -> None:

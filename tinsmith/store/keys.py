@@ -9,7 +9,7 @@ import hmac
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from sqlalchemy import delete, or_, select, update
@@ -147,6 +147,14 @@ def find_login(store: Store, text: str) -> str | None:
     found = select(logins.c.key_id).where(logins.c.digest == _digest(text), logins.c.began_at > time.time() - LOGIN_S)
     with store.reading() as connection:
         return connection.execute(found).scalar()
+
+
+def living_logins(store: Store, texts: Collection[str]) -> set[str]:
+    """Those of these texts whose logins have not ended."""
+    known = {_digest(text): text for text in texts}
+    found = select(logins.c.digest).where(logins.c.digest.in_(known), logins.c.began_at > time.time() - LOGIN_S)
+    with store.reading() as connection:
+        return {known[bytes(digest)] for digest in connection.execute(found).scalars()}
 
 
 def end_login(store: Store, text: str) -> None:
