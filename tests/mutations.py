@@ -97,7 +97,7 @@ MUTATIONS = (
     Mutation(
         "two texts of a conversation make a control token together",
         "tinsmith/chat/format.py",
-        "return text if begun is None else text[: begun.start() + 1] + BREAK + text[begun.start() + 1 :]",
+        "return text[:tail] + self._in_begun.sub(_with_break, text[tail:])",
         "return text",
         ("tests/chat/test_template.py",),
     ),

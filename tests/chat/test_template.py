@@ -3,18 +3,19 @@
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tinsmith.chat.format import BREAK
+from tinsmith.chat.format import BREAK, MessageFormat, tokenizing
 from tinsmith.chat.template import ChatFormat
 from tinsmith.errors import UserError
 
@@ -133,28 +134,79 @@ def test_templates_are_found_where_models_keep_them(family_dir: Callable[[str], 
         ChatFormat(str(tmp_path))
 
 
-@pytest.mark.parametrize("place", ["tokenizer_config.json", "config.json"])
+def name_own_code(place: Path) -> None:
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"auto_map": {"AutoTokenizer": [None, "own.Own"]}}))
+
+
+def test_code_that_a_models_config_names_is_passed_over_as_in_transformers(
+    family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(family_dir("qwen3"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Own(PreTrainedTokenizerFast):\n    def apply_chat_template(self, *a, **b): return 'own'\n"
+    )
+    name_own_code(tmp_path / "config.json")
+    loaded = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
+    assert ChatFormat(str(tmp_path)).render(TALK) == loaded.apply_chat_template(
+        TALK, tokenize=False, add_generation_prompt=True
+    )
+    name_own_code(tmp_path / "tokenizer_config.json")
+    loaded = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
+    assert loaded.apply_chat_template(TALK) == "own"
+    with pytest.raises(UserError, match=r"code of its own \(own\.py\)"):
+        ChatFormat(str(tmp_path)).render(TALK)
+
+
 def test_conversations_that_a_model_renders_with_its_own_code_are_refused(
-    family_dir: Callable[[str], Path], tmp_path: Path, place: str
+    family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """They are not what the template says. Code that replaces something else changes nothing."""
     shutil.copytree(family_dir("qwen3"), tmp_path, dirs_exist_ok=True)
-    settings = json.loads((tmp_path / place).read_text())
-    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization_own.Own"]}
-    (tmp_path / place).write_text(json.dumps(settings))
-    own, parent = (tmp_path / f"tokenization_{name}.py" for name in ("own", "parent"))
-    own.write_text("from transformers import Qwen2Tokenizer\nfrom .tokenization_parent import Parent\nOwn = Parent\n")
+    name_own_code(tmp_path / "tokenizer_config.json")
+    own, parent = (tmp_path / f"{name}.py" for name in ("own", "parent"))
+    own.write_text("from transformers import Qwen2Tokenizer\nfrom .parent import Parent\nOwn = Parent\n")
     parent.write_text("class Parent:\n    def encode(self, text): return self.apply_chat_template(text)\n")
     assert ChatFormat(str(tmp_path)).render(TALK) == ChatFormat(str(family_dir("qwen3"))).render(TALK)
     for replacing in ("    def apply_chat_template(self): ...", "    get_chat_template = None"):
         parent.write_text(f"class Parent:\n{replacing}\n")
-        with pytest.raises(UserError, match=r"code of its own \(tokenization_parent\.py\), which is not run"):
+        with pytest.raises(UserError, match=r"code of its own \(parent\.py\), which is not run"):
             ChatFormat(str(tmp_path)).render(TALK)
     own.unlink()
     model = ChatFormat(str(tmp_path))
-    with pytest.raises(UserError, match=r"\(tokenization_own\.py\).* send completions the tokens of its"):
+    with pytest.raises(UserError, match=r"\(own\.py\).* send completions the tokens of its"):
         model.render(TALK)
     assert model.encode("a") == ChatFormat(str(family_dir("qwen3"))).encode("a")
+
+
+def format_of(marks: list[str]) -> MessageFormat:
+    """The format of a tokenizer of bytes with these control tokens."""
+    made = Tokenizer(BPE(vocab={each: at for at, each in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    made.add_special_tokens([AddedToken(each, special=True) for each in marks])
+    return MessageFormat(tokenizing(made), made.get_added_tokens_decoder(), {}, {})
+
+
+def test_control_tokens_that_begin_in_one_another_are_all_broken_up() -> None:
+    ours = format_of(["<s>", "<<s>>", "<s><un", "<unk>"])
+    drawn = random.Random(0)
+    for _ in range(1000):
+        parts = ["".join(drawn.choices(["<", "s>", "<s>", "<<s>>", "<s><un", "<unk>", "k>", "a"], k=3)) for _ in "abc"]
+        assert not {*ours.ids("".join(map(ours.broken, parts)))} & {*ours.special_ids}, parts
+
+
+def test_a_thousand_control_tokens_that_begin_alike_are_searched_as_soon_as_a_few() -> None:
+    """The search keeps the interpreter's lock, and with it the event loop."""
+    few, many = format_of(["<unk>", "<s>"]), format_of(["<unk>", "<s>", *(f"<SPECIAL_{at}>" for at in range(1000))])
+
+    def seconds(ours: MessageFormat, said: str) -> float:
+        begun = time.thread_time()
+        ours._divided(ours.broken(said))
+        return time.thread_time() - begun
+
+    for said in ("<" * 50_000, "<s>" * 3_000):
+        fast, slow = (min(seconds(each, said) for _ in range(3)) for each in (few, many))
+        assert slow < 15 * fast, said[:3]
 
 
 MISTRAL = (

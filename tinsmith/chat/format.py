@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateError, nodes
@@ -64,10 +64,12 @@ class MessageFormat:
         self.special_ids = [at for at, token in added.items() if token.special]
         special = {*names.values(), *control, *(added[at].content for at in self.special_ids)} - {""}
         self._added = special | {token.content for token in added.values()}
-        ordered = sorted(special, key=len, reverse=True)
-        self._any_control, self._longest_control = _any_of(ordered), max(map(len, ordered), default=0)
-        begun = sorted({token[:end] for token in ordered for end in range(1, len(token))}, key=len, reverse=True)
-        self._any_begun = re.compile(f"(?:{_any_of(begun).pattern})\\Z")
+        control_pattern, self._longest_control = _any_of(special), max(map(len, special), default=0)
+        begun = "|".join(map(re.escape, {token[:end] for token in special for end in range(1, len(token))}))
+        self._any_control = re.compile(control_pattern)
+        self._in_control = re.compile(f"(?={control_pattern}).", re.DOTALL)
+        """The first character of each, also of one that begins in another."""
+        self._in_begun = re.compile(f"(?=(?:{begun or '(?!)'})\\Z).", re.DOTALL)
 
     def rendered(
         self,
@@ -117,9 +119,9 @@ class MessageFormat:
         """
         if isinstance(said, str):
             plain = said.replace(BREAK, "").replace(ESCAPED, "")
-            text = self._any_control.sub(lambda token: token[0][0] + BREAK + token[0][1:], plain)
-            begun = self._any_begun.search(text, max(0, len(text) - self._longest_control))
-            return text if begun is None else text[: begun.start() + 1] + BREAK + text[begun.start() + 1 :]
+            text = self._in_control.sub(_with_break, plain)
+            tail = max(0, len(text) - self._longest_control)
+            return text[:tail] + self._in_begun.sub(_with_break, text[tail:])
         if isinstance(said, Mapping):
             return {self.broken(key): self.broken(value) for key, value in said.items()}
         return [self.broken(part) for part in said] if isinstance(said, list | tuple) else said
@@ -194,8 +196,23 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+def _with_break(first: re.Match[str]) -> str:
+    return first[0] + BREAK
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """The pattern of the longest of these texts. Where a thousand begin alike, that beginning is looked at once."""
+    behind: dict[str, list[str]] = {}
+    for text in sorted(texts):
+        behind.setdefault(text[:1], []).append(text)
+    ends = "?" if behind.pop("", None) else ""
+    ways = []
+    for alike in behind.values():
+        same = "".join(
+            one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alike[0], alike[-1], strict=False))
+        )
+        ways.append(re.escape(same) + (_any_of(text[len(same) :] for text in alike) if len(alike) > 1 else ""))
+    return f"(?:{'|'.join(ways) or '(?!)'}){ends}"
 
 
 class _Generation(Extension):

@@ -36,7 +36,7 @@ class ChatFormat(MessageFormat):
         names = {name: text for name in _SPECIAL if (text := _content(settings.get(name)))}
         templates = _templates(source, settings)
         config = _read_json(source, "config.json")
-        self._unread = own_rendering(settings.get("auto_map") or config.get("auto_map"), partial(_read_text, source))
+        self._unread = own_rendering(settings.get("auto_map"), partial(_read_text, source))
         """The model's code that renders conversations in place of its template, and that no server runs."""
         image_id = config.get("image_token_id")
         image_token = "" if image_id is None else self.tokenizer.id_to_token(image_id) or ""
