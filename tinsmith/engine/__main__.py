@@ -49,6 +49,7 @@ def main() -> int:
         imports.join()
         from tinsmith.engine.loop import Engine
 
+        start_logging("engine", config.log_level, config.log_format)  # for the libraries too, which are there now
         workers.records.open()
         engine = Engine(config, link, heartbeat, workers)
         engine.store.write_for(start.number)
