@@ -35,7 +35,7 @@ def main() -> int:
     imports.start()
     told = sys.stdin.buffer.read()
     if not told:  # the server has ended
-        return 0
+        os._exit(0)  # in the middle of an import
     start = EngineStart.from_bytes(told)
     config = start.config
     link = ChildLink(start.address)
@@ -62,6 +62,7 @@ def main() -> int:
         log.critical("the engine ends: %s", error)
         return 4
     finally:
+        imports.join()  # an interpreter that ends lets imports fail
         link.close()
     return 0
 
