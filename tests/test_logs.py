@@ -79,6 +79,14 @@ def fail() -> None:
     raise ValueError(FORGED)
 
 
+def test_a_library_may_be_imported_while_logging_starts(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(range(1000))
+    monkeypatch.setattr("tinsmith.logs._have_no_own_format", lambda _: logging.getLogger(f"imported.{next(names)}"))
+    start_logging("engine", "info", "json")
+    assert next(names) > 0
+    assert not written.getvalue()
+
+
 BY_OTHERS = """
 import logging, threading, warnings
 from tinsmith.logs import start_logging

@@ -169,8 +169,8 @@ class ServerConfig:
     )
     stand_by: bool = setting(
         True,
-        "Let processes with libraries imported stand by: one that forks the next workers when some, the engine or the "
-        "server end, but not in Ray, and the next engine. They take about 480 MiB of memory",
+        "Let processes with libraries imported stand by: the next engine, with about 80 MiB of memory, and one that "
+        "forks the next workers when some, the engine or the server end, with about 400 MiB, but not in Ray",
     )
     worker_hung_s: float = setting(120.0, "Restart a worker after this long without a heartbeat", "seconds", 2)
     worker_still_s: float = setting(

@@ -41,7 +41,7 @@ def start_logging(process: str, level: str = "info", form: str = "text") -> None
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
         threading.excepthook = lambda of: _log_uncaught(of.exc_type, of.exc_value, of.exc_traceback)
-        for library in root.manager.loggerDict.values():
+        for library in list(root.manager.loggerDict.values()):  # another thread may import one just now
             _have_no_own_format(library)
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import zmq
 from tests.preloaded import REAL_PYTHON
 from tests.server.light_engine import REASON
 from tests.server.serving import FACTS, LIGHT_ENGINE, Served, running, served
-from tinsmith.config import Config
+from tinsmith.config import Config, DistributedConfig, TrainingConfig
 from tinsmith.errors import ConfigError, StoreUnavailableError
-from tinsmith.protocol.child_process import is_stopped
+from tinsmith.protocol.child_process import EngineStart, is_stopped
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Done, EndSession
@@ -207,8 +208,23 @@ async def test_an_engine_stands_by_only_where_it_may(monkeypatch: pytest.MonkeyP
 
 
 def test_an_engine_that_is_told_nothing_ends_with_its_server() -> None:
-    done = subprocess.run([*ENGINE, "1"], stdin=subprocess.DEVNULL, capture_output=True, timeout=LONG_S, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert told_engine(b"") == (0, "")
+
+
+async def test_an_engine_that_cannot_start_says_why_and_nothing_else(tmp_path: Path) -> None:
+    one = DistributedConfig(workers=1)
+    config = Config(data_dir=str(tmp_path), distributed=one, training=TrainingConfig(sequence_parallel_from=9))
+    with closing(ServerLink()) as link:
+        exit_code, said = told_engine(EngineStart(link.address, 1, config).to_bytes())
+    assert (exit_code, said.count("\n")) == (2, 1)
+    assert said.startswith("tinsmith: sequence_parallel_from has no effect with one worker")
+
+
+def told_engine(start: bytes) -> tuple[int, str]:
+    """The exit code of an engine that imports its libraries as it is told this, and what it writes."""
+    command = [REAL_PYTHON, *ENGINE[1:], str(os.getpid())]
+    done = subprocess.run(command, input=start, capture_output=True, timeout=LONG_S, check=False)
+    return done.returncode, done.stderr.decode()
 
 
 async def test_a_message_that_cannot_be_handled_is_logged_and_the_next_is_read(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import resource
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,10 +13,14 @@ from tinsmith.config_values import installer
 from tinsmith.errors import ConfigError
 from tinsmith.server.engine_program import EngineProgram
 
+_OPEN_FILES = 65536
+"""Limit on open files to ask for: connections of three clients reach the usual 1024."""
+
 
 def serve(config: Config) -> None:
     """Serve until Ctrl-C. Raises ConfigError before anything slow is imported."""
     _require_servable(config)
+    _allow_open_files()
     with closing(EngineProgram()) as engine:  # it imports what it needs beside us
         from tinsmith.server.main import run_server
 
@@ -32,6 +37,7 @@ def warm(config: Config) -> float:
             "warm is not possible with sampler=vllm, whose servers compile at their own first start; use --sampler none"
         )
     _require_servable(config)
+    _allow_open_files()
     with closing(EngineProgram()) as engine:
         from tinsmith.server.main import warm_up
 
@@ -56,6 +62,14 @@ def _require_servable(config: Config) -> None:
     from tinsmith.memory.shard_choice import chosen_shard
 
     config.distributed.shard = chosen_shard(config, workers)
+
+
+def _allow_open_files() -> None:
+    """Raise the limit for this process and those that it starts from now on. A fork server serves equal limits only."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def configuration_of(file: Path | None, options: dict[str, Any]) -> Config:

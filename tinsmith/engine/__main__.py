@@ -35,7 +35,7 @@ def main() -> int:
     imports.start()
     told = sys.stdin.buffer.read()
     if not told:  # the server has ended
-        return 0
+        os._exit(0)  # in the middle of an import
     start = EngineStart.from_bytes(told)
     config = start.config
     link = ChildLink(start.address)
@@ -49,6 +49,7 @@ def main() -> int:
         imports.join()
         from tinsmith.engine.loop import Engine
 
+        start_logging("engine", config.log_level, config.log_format)  # for the libraries too, which are there now
         workers.records.open()
         engine = Engine(config, link, heartbeat, workers)
         engine.store.write_for(start.number)
@@ -61,6 +62,7 @@ def main() -> int:
         log.critical("the engine ends: %s", error)
         return 4
     finally:
+        imports.join()  # an interpreter that ends lets imports fail
         link.close()
     return 0
 

@@ -6,7 +6,6 @@
 import contextlib
 import errno
 import ipaddress
-import resource
 import shlex
 import socket
 import ssl
@@ -24,8 +23,6 @@ from tinsmith.store.keys import list_keys
 from tinsmith.store.store import Store
 
 _BACKLOG = 2048
-_OPEN_FILES = 65536
-"""Limit on open files to ask for: connections of three clients reach the usual 1024."""
 
 
 def run_server(config: Config, engine: EngineProgram) -> None:
@@ -50,7 +47,6 @@ def _run(config: Config, engine: EngineProgram, until_ready: bool) -> None:
     start_logging("server", config.log_level, config.log_format)
     if not config.base_models:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
-    _allow_open_files()
     require_usable_tls(config.server)
     data_dir = Path(config.data_dir)
     keep_bytes = config.server.kept_operations_mib * 2**20
@@ -73,13 +69,6 @@ def _run(config: Config, engine: EngineProgram, until_ready: bool) -> None:
         signals = run_until_stopped(config, engine, listener, for_metrics, store, data_dir, until_ready)
     if len(signals) > 1 or (signals and until_ready):
         raise SystemExit(128 + signals[-1])
-
-
-def _allow_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def require_usable_tls(server: ServerConfig) -> None:
