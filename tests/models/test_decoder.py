@@ -110,7 +110,9 @@ def test_adapters_equal_the_modules(family_dir: Dirs, family: str) -> None:
     [
         ("qwen2", {}),
         ("qwen3_vl", {}),
+        ("qwen3_vl", {"train_attn": False}),
         ("qwen3_5", {}),
+        ("qwen3_5", {"train_mlp": False}),
         ("qwen3_moe", {}),
         ("qwen3_5_moe", {}),
         ("qwen3_5_moe", {"train_mlp": False}),
